@@ -1,0 +1,45 @@
+"""One request as the engine holds it: tokens, pages and how far its KV is committed.
+
+Only the engine loop changes it. Must never know about peers, transfers or text.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from engine.params import SamplingParams
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """Invariant once the prompt is computed: len(tokens) == num_committed + 1.
+
+    tokens: `prompt_ids`, then what was emitted here. The first `num_prompt_tokens` are the user's;
+        penalties, min_tokens and max_tokens count from there.
+    pages: page ids in order; slot s of the request lies in pages[s // page_size].
+        The first `num_shared_pages` belong to the prefix cache, the rest to this request.
+    num_committed: slots [0, num_committed) hold the KV of tokens [0, num_committed).
+    """
+
+    key: Hashable
+    prompt_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    cache_salt: str = ""
+    tokens: list[int] = field(init=False)
+    pages: list[int] = field(default_factory=list)
+    num_shared_pages: int = 0
+    num_committed: int = 0
+    num_cached_tokens: int = 0
+    num_steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt_ids)
+
+    @property
+    def num_outputs(self) -> int:
+        """Tokens emitted after the user's prompt, by earlier attempts too."""
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def is_prompt_done(self) -> bool:
+        return len(self.tokens) > len(self.prompt_ids)

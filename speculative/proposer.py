@@ -1,0 +1,99 @@
+"""The seam every speculative algorithm plugs into.
+
+An algorithm is one file with a `Proposer`, and one line in `speculative/registry.py`. The loop, the
+nodes and the transfer read only `DraftNeeds`; nothing outside tests names an algorithm.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from engine.batch import ForwardOutput
+from engine.layout import PoolSpec
+from engine.request import Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftNeeds:
+    """What an algorithm asks of the engine, the page layout and the handoff. Frozen data.
+
+    max_draft_tokens: nodes of a proposal without the root; 0 is plain decoding.
+    hidden_layers: target layers to capture (indices as in `engine.batch.ForwardBatch`).
+    draft_kv: regions added to every page after the target's.
+    handoff: names of the tensors the handoff record carries.
+    prefill_identity: empty when a prefill node needs nothing of the algorithm, else a text that
+        must be equal on both sides of a pair.
+    """
+
+    max_draft_tokens: int = 0
+    hidden_layers: tuple[int, ...] = ()
+    draft_kv: tuple[PoolSpec, ...] = ()
+    handoff: tuple[str, ...] = ()
+    prefill_identity: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """Drafted tokens of one request as a tree below the root (its last emitted token).
+
+    Node 0 is the root; node i >= 1 is `token_ids[i - 1]` with parent `parents[i - 1]` < i.
+    Siblings have distinct tokens. `q_KV` is the draft distribution each token was drawn from
+    (`[K, V]` float32), or None when the tokens were chosen with certainty.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    q_KV: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advance:
+    """What one forward did for one request, told to the proposer after write-back.
+
+    rows: half-open range of the request's rows in the packed forward output.
+    accepted_nodes: committed nodes of the span in path order (a prompt chunk: all of its rows).
+    token_ids: tokens now known to follow: for a chunk the next prompt token or the first output,
+        for a round the emitted tokens.
+    """
+
+    request: Request
+    rows: tuple[int, int]
+    accepted_nodes: Sequence[int]
+    token_ids: Sequence[int]
+    is_prompt: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seed:
+    """The proposer's own named tensors for one request, carried by the handoff record."""
+
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Proposer(Protocol):
+    """Drafts tokens for running requests. One instance per engine; called from the engine thread only."""
+
+    @property
+    def needs(self) -> DraftNeeds: ...
+
+    def admit(self, request: Request, seed: Seed | None) -> None:
+        """A request starts decoding here. `seed` None: it was never prefilled here and none arrived."""
+        ...
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Proposal]:
+        """One proposal per request, each of at most `limits[i]` tokens (0: root only)."""
+        ...
+
+    def observe(self, advances: Sequence[Advance], output: ForwardOutput) -> None:
+        """After every forward, prompt chunks included: extend draft KV, index tokens."""
+        ...
+
+    def seed(self, request: Request) -> Seed:
+        """The tensors a decode node needs to continue this request; called once, after its prompt."""
+        ...
+
+    def forget(self, request: Request) -> None:
+        """The request has left the engine, for whatever reason. Called exactly once per request seen."""
+        ...
