@@ -15,8 +15,9 @@ class Request:
 
     tokens: `prompt_ids`, then what was emitted here. The first `num_prompt_tokens` are the user's;
         penalties, min_tokens and max_tokens count from there.
-    pages: page ids in order; slot s of the request lies in pages[s // page_size].
-        The first `num_shared_pages` belong to the prefix cache, the rest to this request.
+    pages: page ids in order; slot s of the request lies in pages[s // page_size]. Those that the
+        prefix cache owns are shared and never written again; the rest belong to this request.
+    num_published_pages, chain: how far the prefix cache has seen this request, and its digest there.
     num_committed: slots [0, num_committed) hold the KV of tokens [0, num_committed).
     """
 
@@ -27,7 +28,8 @@ class Request:
     cache_salt: str = ""
     tokens: list[int] = field(init=False)
     pages: list[int] = field(default_factory=list)
-    num_shared_pages: int = 0
+    num_published_pages: int = 0
+    chain: bytes = b""
     num_committed: int = 0
     num_cached_tokens: int = 0
     num_steps: int = 0

@@ -1,0 +1,19 @@
+"""Errors of the engine.
+
+EngineError
+├── OutOfPages        the pool cannot give that many pages now; the caller waits or preempts
+└── UnknownRequest    a key the engine does not hold
+"""
+
+
+class EngineError(Exception):
+    """Root of what the engine raises for conditions a caller can act on."""
+
+
+class OutOfPages(EngineError):
+    def __init__(self, *, wanted: int, available: int) -> None:
+        super().__init__(f"{wanted} pages wanted, {available} available")
+
+
+class UnknownRequest(EngineError):
+    pass
