@@ -1,0 +1,117 @@
+"""Which requests run, in which order, and how many prompt tokens each may compute in the next step.
+
+Owns the waiting and running lists. Pages are asked of the `KvCache`; tokens are never looked at.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from engine.errors import OutOfPages
+from engine.kv_cache import KvCache
+from engine.request import Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    """chunk_tokens: prompt tokens per step over all requests. headroom_pages: pages that each running
+    request may still need soon, left free when a new one is admitted."""
+
+    max_running: int = 64
+    chunk_tokens: int = 256
+    headroom_pages: int = 1
+
+    def __post_init__(self) -> None:
+        if self.max_running < 1:
+            raise ValueError(f"max_running must be at least 1, got {self.max_running}")
+        if self.chunk_tokens < 1:
+            raise ValueError(f"chunk_tokens must be at least 1, got {self.chunk_tokens}")
+
+
+class Scheduler:
+    """First come, first served. Invariant: a running request holds pages for its whole prompt, and the
+    oldest running request is never the one to be preempted."""
+
+    def __init__(self, cache: KvCache, limits: SchedulerLimits) -> None:
+        self._cache = cache
+        self._limits = limits
+        self._waiting: dict[Hashable, Request] = {}
+        self._running: dict[Hashable, Request] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens not yet computed, waiting and running."""
+        pending = [*self._waiting.values(), *self.prefilling()]
+        return sum(len(request.prompt_ids) - request.num_committed for request in pending)
+
+    @property
+    def headroom_pages(self) -> int:
+        """Pages to leave free for what runs already, before anything new is let in."""
+        return len(self._running) * self._limits.headroom_pages
+
+    def requests(self) -> list[Request]:
+        return [*self._waiting.values(), *self._running.values()]
+
+    def add(self, request: Request) -> None:
+        self._waiting[request.key] = request
+
+    def join(self, request: Request) -> None:
+        """A request whose prompt is already in its pages starts running at once."""
+        self._running[request.key] = request
+
+    def remove(self, key: Hashable) -> Request | None:
+        return self._waiting.pop(key, None) or self._running.pop(key, None)
+
+    def admit(self) -> list[Request]:
+        """Move waiting requests to the running ones while pages for their prompts are there."""
+        admitted: list[Request] = []
+        for key, request in list(self._waiting.items()):
+            if len(self._running) >= self._limits.max_running or not self._try_admit(request):
+                break
+            del self._waiting[key]
+            self._running[key] = request
+            admitted.append(request)
+        return admitted
+
+    def decoding(self) -> list[Request]:
+        return [request for request in self._running.values() if request.is_prompt_done]
+
+    def prefilling(self) -> list[Request]:
+        return [request for request in self._running.values() if not request.is_prompt_done]
+
+    def chunks(self) -> list[tuple[Request, int]]:
+        """Prompt tokens to compute now, oldest request first, at most `chunk_tokens` in all."""
+        budget = self._limits.chunk_tokens
+        planned = []
+        for request in self.prefilling():
+            count = min(budget, len(request.prompt_ids) - request.num_committed)
+            if count == 0:
+                break
+            planned.append((request, count))
+            budget -= count
+        return planned
+
+    def youngest(self) -> Request:
+        """The running request to give up first."""
+        return next(reversed(self._running.values()))
+
+    def _try_admit(self, request: Request) -> bool:
+        self._cache.attach_prefix(request)
+        slots = len(request.prompt_ids) + 1
+        missing = self._cache.pages_for(slots) - len(request.pages)
+        try:
+            if missing + self.headroom_pages > self._cache.num_available and self._running:
+                raise OutOfPages(wanted=missing, available=self._cache.num_available)
+            self._cache.grow(request, slots)
+        except OutOfPages:
+            self._cache.release(request)
+            request.num_cached_tokens = 0
+            return False
+        return True

@@ -1,0 +1,355 @@
+"""The round loop: propose, verify, accept, write back, observe. One loop for every algorithm and role.
+
+A step is one forward over the next chunks of prompts and one round of every decoding request.
+Owns the requests of one engine from arrival to release. Must never know of peers, transfers or text,
+nor the name of an algorithm.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from engine.batch import ForwardBatch, ForwardOutput, Span
+from engine.errors import OutOfPages
+from engine.kv_cache import KvCache
+from engine.models.model import Model
+from engine.params import TokenLogprob
+from engine.pool import PagePool
+from engine.request import Request
+from engine.sampling import Row, Sampler, SamplingState
+from engine.scheduler import Scheduler, SchedulerLimits
+from speculative.accept import Finish, truncate, walk
+from speculative.proposer import Advance, Proposal, Proposer, Seed
+from speculative.tree import DraftTree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What one step did for one request. `tokens` are new; the first `num_accepted` were drafted.
+
+    finish: set once, on the step after which the request no longer runs here.
+    error: the request was dropped because its logits were unusable.
+    """
+
+    request: Request
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
+    finish: Finish | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    progress: tuple[Progress, ...] = ()
+    admitted: tuple[Request, ...] = ()
+    preempted: tuple[Request, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Work:
+    """One request's part of a forward. `tree` None: a chunk of its prompt."""
+
+    request: Request
+    span: Span
+    tree: DraftTree | None
+    rows: tuple[int, int]
+    is_prompt_end: bool = False
+    progress: Progress | None = None
+    advance: Advance | None = None
+    drawn: Sequence[int] = ()
+    logprobs: Sequence[TokenLogprob | None] = ()
+
+
+@dataclass(slots=True)
+class LoopCounters:
+    """Totals since start, for metrics."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    rounds: int = 0
+    preemptions: int = 0
+    accepted_at: list[int] = field(default_factory=list)  # [i]: rounds that accepted more than i drafts
+
+
+class EngineLoop:
+    """Requests enter with `add` (prompt to be computed) or `join` (prompt already in its pages), leave when
+    they finish or by `release`. A request added with `hold` keeps its pages after its first token, until
+    `release`: its KV is being sent elsewhere."""
+
+    def __init__(
+        self, *, model: Model, pool: PagePool, cache: KvCache, proposer: Proposer, limits: SchedulerLimits
+    ) -> None:
+        self._model = model
+        self._pool = pool
+        self.cache = cache
+        self.proposer = proposer
+        self.scheduler = Scheduler(cache, limits)
+        self.counters = LoopCounters(accepted_at=[0] * proposer.needs.max_draft_tokens)
+        self._sampler = Sampler(vocab_size=model.config.vocab_size, device=model.device)
+        self._states: dict[Hashable, SamplingState] = {}
+        self._hold: set[Hashable] = set()
+        self._held: dict[Hashable, Request] = {}
+
+    def add(self, request: Request, *, hold: bool = False) -> None:
+        if hold:
+            self._hold.add(request.key)
+        self.scheduler.add(request)
+
+    def join(self, request: Request, *, first_token: int, seed: Seed | None) -> None:
+        """Start decoding a request whose prompt KV is complete and whose first token is known."""
+        assert request.num_committed == len(request.prompt_ids)
+        self._states[request.key] = self._new_state(request)
+        request.tokens.append(first_token)
+        self._states[request.key].advance([first_token])
+        self.cache.publish(request)
+        self.scheduler.join(request)
+        self.proposer.admit(request, seed)
+
+    def release(self, key: Hashable) -> None:
+        """The request leaves, wherever it is; its pages go back. Unknown keys are ignored."""
+        request = self._held.pop(key, None) or self.scheduler.remove(key)
+        if request is not None:
+            self._retire(request)
+
+    def seed(self, request: Request) -> Seed:
+        return self.proposer.seed(request)
+
+    def requests(self) -> list[Request]:
+        return [*self.scheduler.requests(), *self._held.values()]
+
+    def step(self) -> StepResult:
+        admitted = self.scheduler.admit()
+        for request in admitted:
+            self._states[request.key] = self._new_state(request)
+        work, preempted = self._plan()
+        if work:
+            self._run(work)
+        progress = tuple(self._settle(item) for item in work)
+        return StepResult(progress=progress, admitted=tuple(admitted), preempted=tuple(preempted))
+
+    # planning
+
+    def _plan(self) -> tuple[list[_Work], list[Request]]:
+        decoding = self.scheduler.decoding()
+        limits = [self._draft_limit(request) for request in decoding]
+        proposals = self.proposer.propose(decoding, limits) if decoding else []
+        work: list[_Work] = []
+        preempted: list[Request] = []
+        for request, proposal in zip(decoding, proposals, strict=True):
+            if request in preempted:
+                continue
+            fitted = self._reserve(request, proposal, preempted)
+            if fitted is not None:
+                work.append(self._round(request, fitted))
+        work = [item for item in work if item.request not in preempted]
+        work += [self._chunk(request, count) for request, count in self.scheduler.chunks()]
+        start = 0
+        for item in work:
+            item.rows = (start, start + len(item.span.token_ids))
+            start = item.rows[1]
+        return work, preempted
+
+    def _draft_limit(self, request: Request) -> int:
+        """A round emits at least one token, so one of those still wanted is never worth drafting."""
+        remaining = request.sampling.max_tokens - request.num_outputs
+        return min(self.proposer.needs.max_draft_tokens, remaining - 1)
+
+    def _reserve(self, request: Request, proposal: Proposal, preempted: list[Request]) -> Proposal | None:
+        """Find slots for root and drafts: drop the drafts, then the youngest requests, at last this one."""
+        try:
+            self.cache.grow(request, request.num_committed + 1 + len(proposal.token_ids))
+            return proposal
+        except OutOfPages:
+            pass
+        while True:
+            try:
+                self.cache.grow(request, request.num_committed + 1)
+                return Proposal()
+            except OutOfPages:
+                victim = self.scheduler.youngest()
+                self._preempt(victim)
+                preempted.append(victim)
+                if victim is request:
+                    return None
+
+    def _preempt(self, request: Request) -> None:
+        self.counters.preemptions += 1
+        self.release(request.key)
+
+    def _round(self, request: Request, proposal: Proposal) -> _Work:
+        tree = DraftTree.build(proposal, root=request.tokens[-1])
+        span = Span(
+            token_ids=tree.token_ids,
+            num_committed=request.num_committed,
+            pages=request.pages,
+            positions=[request.num_committed + depth for depth in tree.depths],
+            logit_rows=range(len(tree)),
+            parents=None if tree.is_chain else tree.parents,
+        )
+        return _Work(request=request, span=span, tree=tree, rows=(0, 0))
+
+    def _chunk(self, request: Request, count: int) -> _Work:
+        start = request.num_committed
+        is_end = start + count == len(request.prompt_ids)
+        span = Span(
+            token_ids=request.prompt_ids[start : start + count],
+            num_committed=start,
+            pages=request.pages,
+            positions=range(start, start + count),
+            logit_rows=(count - 1,) if is_end else (),
+        )
+        return _Work(request=request, span=span, tree=None, rows=(0, 0), is_prompt_end=is_end)
+
+    # running
+
+    def _run(self, work: list[_Work]) -> None:
+        self.counters.steps += 1
+        batch = ForwardBatch(
+            spans=[item.span for item in work], hidden_layers=self.proposer.needs.hidden_layers
+        )
+        output = self._model.forward(batch, self._pool)
+        self._draw(work, output)
+        moves: list[tuple[int, int]] = []
+        for item in work:
+            if item.tree is None:
+                self._advance_prompt(item)
+            else:
+                moves += self._advance_round(item, item.tree)
+        if moves:
+            self._write_back(moves)
+        advances = [item.advance for item in work if item.advance is not None]
+        self.proposer.observe(advances, output)
+
+    def _draw(self, work: list[_Work], output: ForwardOutput) -> None:
+        rows: list[Row] = []
+        for item in work:
+            state = self._states[item.request.key]
+            if item.tree is not None:
+                rows += [Row(state, path) for path in item.tree.paths]
+            elif item.is_prompt_end:
+                rows.append(Row(state, ()))
+        if not rows:
+            return
+        drawn = self._sampler.draw(output.logits_RV, rows)
+        start = 0
+        for item in work:
+            stop = start + len(item.span.logit_rows)
+            item.drawn, item.logprobs = drawn.token_ids[start:stop], drawn.logprobs[start:stop]
+            start = stop
+
+    def _advance_prompt(self, item: _Work) -> None:
+        request = item.request
+        count = len(item.span.token_ids)
+        request.num_committed += count
+        self.counters.prompt_tokens += count
+        if item.is_prompt_end:
+            item.progress = self._emit(item, nodes=(0,), tokens=tuple(item.drawn), num_drafted=0)
+        else:
+            item.progress = Progress(request=request)
+        item.advance = Advance(
+            request=request,
+            rows=item.rows,
+            accepted_nodes=range(count),
+            token_ids=request.tokens[request.num_committed : request.num_committed + 1],
+            is_prompt=True,
+        )
+
+    def _advance_round(self, item: _Work, tree: DraftTree) -> list[tuple[int, int]]:
+        """Accept, commit, and return the KV rows to move, as (source slot, target slot) of the pool."""
+        request = item.request
+        accepted = walk(tree, item.drawn)
+        base = request.num_committed
+        moves = [
+            (self._slot(request, base + node), self._slot(request, base + depth))
+            for depth, node in enumerate(accepted.nodes)
+            if node != depth
+        ]
+        num_drafted = len(tree) - 1
+        self._count_round(num_drafted, accepted.num_correct_drafts)
+        item.progress = self._emit(
+            item, nodes=accepted.nodes, tokens=accepted.tokens, num_drafted=num_drafted
+        )
+        request.num_committed = len(request.tokens) - 1
+        item.advance = Advance(
+            request=request,
+            rows=item.rows,
+            accepted_nodes=accepted.nodes[: request.num_committed - base],
+            token_ids=item.progress.tokens,
+            is_prompt=False,
+        )
+        return moves
+
+    def _emit(
+        self, item: _Work, *, nodes: Sequence[int], tokens: tuple[int, ...], num_drafted: int
+    ) -> Progress:
+        """Append what the stop rules leave of `tokens`; node i of the path drew tokens[i]."""
+        request = item.request
+        if -1 in tokens:
+            return Progress(request=request, error="the model gave no usable logits (NaN or all excluded)")
+        kept, finish = truncate(tokens, request)
+        request.tokens += kept
+        request.num_steps += 1
+        self.counters.output_tokens += len(kept)
+        self._states[request.key].advance(kept)
+        logprobs = None
+        if request.sampling.logprobs is not None:
+            found = [item.logprobs[node] for node in nodes[: len(kept)]]
+            logprobs = tuple(entry for entry in found if entry is not None)
+        return Progress(
+            request=request,
+            tokens=kept,
+            logprobs=logprobs,
+            num_drafted=num_drafted,
+            num_accepted=min(len(tokens) - 1, len(kept)),
+            finish=finish,
+        )
+
+    def _count_round(self, num_drafted: int, num_correct_drafts: int) -> None:
+        self.counters.rounds += 1
+        self.counters.drafted += num_drafted
+        self.counters.accepted += num_correct_drafts
+        for position in range(num_correct_drafts):
+            self.counters.accepted_at[position] += 1
+
+    def _write_back(self, moves: list[tuple[int, int]]) -> None:
+        """Compact accepted rows to the front of the round's window (spec: gather, then scatter)."""
+        source, target = zip(*moves, strict=True)
+        self._pool.move_rows(torch.tensor(source), torch.tensor(target))
+
+    def _slot(self, request: Request, slot: int) -> int:
+        size = self.cache.page_size
+        return request.pages[slot // size] * size + slot % size
+
+    # settling
+
+    def _settle(self, item: _Work) -> Progress:
+        """Publish full pages, move the request to where it belongs next, and say what happened."""
+        request, progress = item.request, item.progress
+        assert progress is not None
+        if progress.error:
+            self.release(request.key)
+            return progress
+        self.cache.publish(request)
+        if item.is_prompt_end and request.key in self._hold:
+            self.scheduler.remove(request.key)
+            self._held[request.key] = request
+        elif progress.finish is not None:
+            self.release(request.key)
+        elif item.is_prompt_end:
+            self.proposer.admit(request, None)
+        return progress
+
+    def _retire(self, request: Request) -> None:
+        self._hold.discard(request.key)
+        self._states.pop(request.key, None)
+        self.proposer.forget(request)
+        self.cache.release(request)
+
+    def _new_state(self, request: Request) -> SamplingState:
+        return SamplingState(request.sampling, request.prompt_ids, request.num_prompt_tokens)
