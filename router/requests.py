@@ -1,0 +1,84 @@
+"""What the front ends and the dispatcher say to each other: a request in token ids, and its answer.
+
+Plain values. Must never know text, HTTP, gRPC or which node does what.
+"""
+
+from dataclasses import dataclass
+
+from wire.work import SamplingParams, TokenLogprob
+
+__all__ = ["Delta", "GenerateRequest", "Outcome", "SamplingParams", "Timings", "TokenLogprob"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """One generation. Bad values raise ValueError.
+
+    `model` "" takes whatever model the cluster serves. `label` is the client's own id, for logs only.
+    `deadline_s` counts from the first item asked of the dispatcher; None takes the configured one.
+    """
+
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    model: str = ""
+    label: str = ""
+    priority: int = 0
+    cache_salt: str = ""
+    grammar: str = ""
+    deadline_s: float | None = None
+    trace_context: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.prompt_ids:
+            raise ValueError("prompt_ids must hold at least one token id, got ()")
+        if self.deadline_s is not None and self.deadline_s <= 0:
+            raise ValueError(f"deadline_s must be positive, got {self.deadline_s!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """New tokens of one request: output indices [first_index, first_index + len(ids)), never empty.
+
+    Deltas arrive in index order without gap or repeat. The first `accepted` ids were drafts, out of
+    `drafted` proposed. `logprobs` is as long as `ids`, or None when none were asked for.
+    """
+
+    first_index: int
+    ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """Seconds. `ttft_s` and `total_s` were measured here, the others by the nodes (0 when not told)."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    ttft_s: float = 0.0
+    total_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The last item of every generation that succeeded. `reason` is "stop" or "length".
+
+    `prefill_node` and `decode_node` are addresses of the last attempt; `prefill_node` is "" when the
+    decode node did the prompt itself. `attempts` counts dispatches, 1 when nothing went wrong.
+    """
+
+    reason: str
+    stop_token_id: int | None
+    cached_tokens: int
+    num_output_tokens: int
+    num_steps: int
+    drafted: int
+    accepted: int
+    kv_bytes: int
+    transport: str
+    timings: Timings
+    prefill_node: str
+    decode_node: str
+    attempts: int
