@@ -7,7 +7,7 @@ from kv_transfer.ids import Incarnation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """A node's load at its last heartbeat. Pages count KV pages, tokens are prompt tokens not yet computed."""
+    """A node's load at its last heartbeat. Pages are KV pages, tokens prompt tokens not yet computed."""
 
     free_pages: int = 0
     total_pages: int = 0
