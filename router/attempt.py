@@ -1,0 +1,232 @@
+"""One dispatch of one request to one pair: both legs opened at once, their events read as one.
+
+Owns the two legs. Must never know policies, readiness or what happens after the attempt broke.
+
+Which event ends an attempt:
+
+    D Finished stop|length      done, once no index is missing (P's first token may come after it)
+    P Finished stop|length      done: the request ended with its first token; D only drops it
+    either Finished handed_over that leg is over, the other goes on
+    Rejected Preempted Failed   broken, whichever leg it came from ...
+    link lost                   ... but what becomes of P no longer matters once D has answered
+"""
+
+from dataclasses import dataclass
+
+from router.links import NodeLinks
+from router.mailbox import Arrival, LinkLost, Mailbox
+from router.merge import MergeFault, TokenMerger
+from router.policies import RequestFacts, pages_of
+from router.requests import Delta, GenerateRequest
+from wire.records import NodeRecord
+from wire.work import (
+    Event,
+    Failed,
+    Finished,
+    NodeRef,
+    Preempted,
+    PromptInfo,
+    Rejected,
+    Submit,
+    Tokens,
+    TransferId,
+)
+
+PAIR_REFUSED = "pair_refused"
+HANDED_OVER = "handed_over"
+
+_PEER_CODES = frozenset({"peer_lost", "peer_gone", "peer_closed", "prefill_failed"})
+"""Failures that a node reports but its peer caused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """The two nodes of an attempt. `prefill` None: the decode node does the prompt itself."""
+
+    prefill: NodeRecord | None
+    decode: NodeRecord
+
+    @property
+    def key(self) -> tuple[str | None, str]:
+        return (None if self.prefill is None else self.prefill.incarnation), self.decode.incarnation
+
+    @property
+    def nodes(self) -> tuple[NodeRecord, ...]:
+        return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """The request is complete. `prefill`, `decode`: the last words of each leg, where they came."""
+
+    last_word: Finished
+    prefill: Finished | None
+    decode: Finished | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broken:
+    """The attempt is over, the request is not. `cause`: link_lost, preempted, rejected, failed, protocol,
+    token_conflict. `blamed`: the node that is better left alone next time."""
+
+    cause: str
+    code: str
+    reason: str
+    is_retryable: bool
+    blamed: NodeRecord
+
+    @property
+    def is_node_fault(self) -> bool:
+        """True when the pair, not the request or the load, is to blame."""
+        return self.cause in ("failed", "protocol") and self.is_retryable and self.code != PAIR_REFUSED
+
+
+class Attempt:
+    """`end` is None until the attempt is over; `close` must be called in any case."""
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        *,
+        tid: TransferId,
+        route: Route,
+        merger: TokenMerger,
+        links: NodeLinks,
+        deadline_s: float,
+        capacity: int,
+    ) -> None:
+        self.route = route
+        self.end: Done | Broken | None = None
+        self.cached_tokens: int | None = None
+        self.num_decode_rounds = 0
+        self._tid = tid
+        self._merger = merger
+        self._links = links
+        self._num_before = len(merger.delivered)
+        self._finished: dict[str, Finished] = {}
+        self._mailbox = Mailbox(capacity=capacity)
+        self._sides = {"decode": route.decode} if route.prefill is None else {
+            "prefill": route.prefill,
+            "decode": route.decode,
+        }  # fmt: skip
+        merger.restart()
+        self._note_sent(request)
+        self._legs = {
+            side: links.submit(
+                node, self._submit(request, side, deadline_s), side=side, mailbox=self._mailbox
+            )
+            for side, node in self._sides.items()
+        }
+
+    async def receive(self) -> list[Delta]:
+        """Wait for news; what may be delivered now, in order. Raises ConsumerTooSlow."""
+        deltas: list[Delta] = []
+        for arrival in await self._mailbox.take():
+            if self.end is None:
+                deltas += self._take(arrival)
+        return deltas
+
+    def close(self) -> None:
+        """Stop listening. A request that is not complete is cancelled on both nodes. Idempotent."""
+        for side, leg in self._legs.items():
+            leg.close(cancel=not isinstance(self.end, Done))
+            self._links.sent.remove(self._sides[side].incarnation, self._tid)
+
+    def _submit(self, request: GenerateRequest, side: str, deadline_s: float) -> Submit:
+        peer = self._other(side)
+        return Submit(
+            tid=self._tid,
+            prompt_ids=request.prompt_ids + tuple(self._merger.delivered),
+            num_prompt_tokens=len(request.prompt_ids),
+            sampling=request.sampling,
+            peer=None if peer is None else NodeRef(address=peer.address, incarnation=peer.incarnation),
+            deadline_s=deadline_s,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            grammar=request.grammar,
+            trace_context=request.trace_context,
+        )
+
+    def _note_sent(self, request: GenerateRequest) -> None:
+        num_tokens = len(request.prompt_ids)
+        facts = RequestFacts(num_prompt_tokens=num_tokens, max_tokens=request.sampling.max_tokens)
+        num_tokens += self._num_before
+        for side, node in self._sides.items():
+            prompt_here = side == "prefill" or self.route.prefill is None
+            self._links.sent.add(
+                node.incarnation,
+                self._tid,
+                tokens=num_tokens if prompt_here else 0,
+                pages=pages_of(facts, node.page_size),
+            )
+
+    def _other(self, side: str) -> NodeRecord | None:
+        return next((node for name, node in self._sides.items() if name != side), None)
+
+    def _take(self, arrival: Arrival) -> list[Delta]:
+        event = arrival.event
+        match event:
+            case Tokens():
+                return self._tokens(arrival.side, event)
+            case PromptInfo():
+                if arrival.side == "prefill" or self.route.prefill is None:
+                    self.cached_tokens = event.cached_tokens
+            case Finished():
+                self._finished[arrival.side] = event
+                self._settle()
+            case Rejected() | Preempted() | Failed() | LinkLost():
+                self._broke(arrival.side, event)
+        return []
+
+    def _tokens(self, side: str, tokens: Tokens) -> list[Delta]:
+        if side == "decode":
+            self.num_decode_rounds += 1
+        else:
+            self._links.sent.remove(self._sides[side].incarnation, self._tid)
+        try:
+            deltas = self._merger.add(tokens)
+        except MergeFault as fault:
+            self._break(
+                side, cause="token_conflict", code="token_conflict", reason=str(fault), retryable=False
+            )
+            return []
+        self._settle()
+        return deltas
+
+    def _settle(self) -> None:
+        """See whether the last words that came end the attempt."""
+        complete = len(self._merger.delivered) > self._num_before and not self._merger.has_gap
+        words = list(self._finished.values())
+        last = next((word for word in words if word.reason != HANDED_OVER), None)
+        if last is not None and complete:
+            self.end = Done(
+                last_word=last,
+                prefill=self._finished.get("prefill"),
+                decode=self._finished.get("decode"),
+            )
+        elif len(words) == len(self._sides):
+            reason = "both nodes are done but the request is not complete"
+            self._break("decode", cause="protocol", code="incomplete", reason=reason, retryable=True)
+
+    def _broke(self, side: str, event: Event | LinkLost) -> None:
+        if side == "prefill" and self.num_decode_rounds and not self._merger.has_gap:
+            return
+        match event:
+            case LinkLost():
+                self._break(side, cause="link_lost", code="link_lost", reason=event.reason, retryable=True)
+            case Preempted():
+                reason = f"out of pages at index {event.next_index}"
+                self._break(side, cause="preempted", code="preempted", reason=reason, retryable=True)
+            case Rejected() | Failed():
+                self._break(
+                    side,
+                    cause="rejected" if isinstance(event, Rejected) else "failed",
+                    code=event.code,
+                    reason=event.reason,
+                    retryable=event.retryable or event.code == PAIR_REFUSED,
+                )
+
+    def _break(self, side: str, *, cause: str, code: str, reason: str, retryable: bool) -> None:
+        peer = self._other(side)
+        blamed = peer if peer is not None and code in _PEER_CODES else self._sides[side]
+        self.end = Broken(cause=cause, code=code, reason=reason, is_retryable=retryable, blamed=blamed)

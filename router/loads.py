@@ -1,0 +1,43 @@
+"""What this router has sent each node that the node's last heartbeat cannot contain yet.
+
+Must never know policies; they read it through `NodeLoad`.
+"""
+
+from typing import NamedTuple
+
+from router.policies import NodeLoad
+from wire.records import NodeRecord
+from wire.work import Incarnation, TransferId
+
+
+class _Sent(NamedTuple):
+    tokens: int
+    pages: int
+
+
+class SentBook:
+    """An entry lives from its submit to the node's next heartbeat, or until its leg is closed."""
+
+    def __init__(self) -> None:
+        self._sent: dict[Incarnation, dict[TransferId, _Sent]] = {}
+
+    def add(self, node: Incarnation, tid: TransferId, *, tokens: int, pages: int) -> None:
+        self._sent.setdefault(node, {})[tid] = _Sent(tokens, pages)
+
+    def remove(self, node: Incarnation, tid: TransferId) -> None:
+        self._sent.get(node, {}).pop(tid, None)
+
+    def clear(self, node: Incarnation) -> None:
+        """The node has told its load anew, so it knows all we sent; or it is gone."""
+        self._sent.pop(node, None)
+
+    def load_of(self, record: NodeRecord) -> NodeLoad:
+        sent = self._sent.get(record.incarnation, {}).values()
+        return NodeLoad(
+            incarnation=record.incarnation,
+            load=record.load,
+            page_size=record.page_size,
+            sent_requests=len(sent),
+            sent_tokens=sum(entry.tokens for entry in sent),
+            sent_pages=sum(entry.pages for entry in sent),
+        )

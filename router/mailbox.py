@@ -1,0 +1,51 @@
+"""Where the events of one attempt wait for the request that reads them, bounded.
+
+Both legs of an attempt deliver into one mailbox. Must never know links or what an event means.
+"""
+
+import asyncio
+from dataclasses import dataclass
+
+from router.errors import ConsumerTooSlow
+from wire.work import Event
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkLost:
+    """Stands in for the last word of a node whose stream broke, or was never open."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One event and the side of the pair it came from: "prefill" or "decode"."""
+
+    side: str
+    event: Event | LinkLost
+
+
+class Mailbox:
+    """One writer at a time, one reader. A reader that lets `capacity` events pile up loses its stream."""
+
+    def __init__(self, *, capacity: int) -> None:
+        self._capacity = capacity
+        self._waiting: list[Arrival] = []
+        self._has_news = asyncio.Event()
+        self._is_overflowing = False
+
+    def put(self, arrival: Arrival) -> None:
+        if len(self._waiting) >= self._capacity:
+            self._is_overflowing = True
+        else:
+            self._waiting.append(arrival)
+        self._has_news.set()
+
+    async def take(self) -> list[Arrival]:
+        """All that waits, at least one, in order of arrival. Raises ConsumerTooSlow."""
+        await self._has_news.wait()
+        self._has_news.clear()
+        if self._is_overflowing:
+            raise ConsumerTooSlow(f"the stream was not read: {self._capacity} events are waiting")
+        arrivals, self._waiting = self._waiting, []
+        return arrivals

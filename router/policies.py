@@ -1,0 +1,128 @@
+"""Which pair of nodes takes a request: pure functions of what is known, named in one table.
+
+Must never know links, registries or time. A policy sees only pairs that may be used, in a fixed
+order, and chooses prefill and decode node together.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol
+
+from wire.records import Load
+from wire.work import Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestFacts:
+    """What a policy may know of a request."""
+
+    num_prompt_tokens: int
+    max_tokens: int
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLoad:
+    """A node's last heartbeat, and what this router has sent it since that is still there."""
+
+    incarnation: Incarnation
+    load: Load
+    page_size: int
+    sent_requests: int = 0
+    sent_tokens: int = 0
+    sent_pages: int = 0
+
+    @property
+    def queued_tokens(self) -> int:
+        return self.load.queued_tokens + self.sent_tokens
+
+    @property
+    def busy_requests(self) -> int:
+        return self.load.running + self.load.waiting + self.sent_requests
+
+    def free_pages_after(self, facts: RequestFacts) -> int:
+        """Pages left once everything known has its pages and this request too; may be negative."""
+        return self.load.free_pages - self.sent_pages - pages_of(facts, self.page_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """A pair that may be used. `prefill` None: the decode node does the prompt itself."""
+
+    prefill: NodeLoad | None
+    decode: NodeLoad
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyState:
+    """`turn` counts the decisions made before this one; `seed` makes random policies repeatable."""
+
+    turn: int
+    seed: int = 0
+
+
+class Policy(Protocol):
+    def __call__(self, facts: RequestFacts, pairs: Sequence[Pair], state: PolicyState, /) -> Pair:
+        """One of `pairs`, which is not empty."""
+        ...
+
+
+def pages_of(facts: RequestFacts, page_size: int) -> int:
+    """Pages a request needs when it runs to its end."""
+    return -(-(facts.num_prompt_tokens + facts.max_tokens) // page_size)
+
+
+def round_robin(_facts: RequestFacts, pairs: Sequence[Pair], state: PolicyState) -> Pair:
+    """Prefill nodes in turn; each goes through its decode nodes, shifted so that both sides stay even."""
+    groups = list(_by_prefill(pairs).values())
+    lap, index = divmod(state.turn, len(groups))
+    group = groups[index]
+    return group[(lap + index) % len(group)]
+
+
+def least_load(facts: RequestFacts, pairs: Sequence[Pair], _state: PolicyState) -> Pair:
+    """Fewest prompt tokens before us on P; on D room for all of us, then fewest requests, then most pages."""
+    return min(pairs, key=lambda pair: _cost(facts, pair))
+
+
+def power_of_two(facts: RequestFacts, pairs: Sequence[Pair], state: PolicyState) -> Pair:
+    """Two prefill nodes at random, then two decode nodes of the better one; the less loaded of each."""
+    rng = random.Random(f"{state.seed}:{state.turn}")
+    groups = list(_by_prefill(pairs).values())
+    drawn = [rng.sample(group, min(2, len(group))) for group in rng.sample(groups, min(2, len(groups)))]
+    group = min(drawn, key=lambda candidates: _prefill_cost(candidates[0]))
+    return min(group, key=lambda pair: _cost(facts, pair))
+
+
+def _by_prefill(pairs: Sequence[Pair]) -> dict[Incarnation | None, list[Pair]]:
+    groups: dict[Incarnation | None, list[Pair]] = {}
+    for pair in pairs:
+        key = None if pair.prefill is None else pair.prefill.incarnation
+        groups.setdefault(key, []).append(pair)
+    return groups
+
+
+def _prefill_cost(pair: Pair) -> int:
+    return 0 if pair.prefill is None else pair.prefill.queued_tokens
+
+
+def _cost(facts: RequestFacts, pair: Pair) -> tuple[bool, int, int, int]:
+    free_pages = pair.decode.free_pages_after(facts)
+    return free_pages < 0, _prefill_cost(pair), pair.decode.busy_requests, -free_pages
+
+
+POLICIES: Mapping[str, Policy] = MappingProxyType(
+    {
+        "round_robin": round_robin,
+        "least_load": least_load,
+        "power_of_two": power_of_two,
+    }
+)
+
+
+def policy_named(name: str) -> Policy:
+    if name not in POLICIES:
+        raise ValueError(f"policy must be one of {', '.join(sorted(POLICIES))}, got {name!r}")
+    return POLICIES[name]

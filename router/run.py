@@ -1,0 +1,140 @@
+"""What one request has come to so far, over all its attempts.
+
+Owns the tallies that become its Outcome. Must never know links, policies or how to dispatch.
+"""
+
+import asyncio
+
+from router.attempt import Attempt, Broken, Done, Route
+from router.merge import TokenMerger
+from router.policies import RequestFacts
+from router.requests import Delta, GenerateRequest, Outcome, Timings
+
+
+class Run:
+    """`outcome` is None until the request is complete. `ending` says for the books how it ended."""
+
+    def __init__(self, request: GenerateRequest, *, request_id: str, now: float, deadline: float) -> None:
+        self.request = request
+        self.request_id = request_id
+        self.started = now
+        self.deadline = deadline
+        self.merger = TokenMerger(max_tokens=request.sampling.max_tokens)
+        self.facts = RequestFacts(
+            num_prompt_tokens=len(request.prompt_ids),
+            max_tokens=request.sampling.max_tokens,
+            priority=request.priority,
+        )
+        self.outcome: Outcome | None = None
+        self.ending = "closed"
+        self.num_attempts = 0
+        self.num_failures = 0
+        self.num_preemptions = 0
+        self.first_token_at: float | None = None
+        self.last_token_at = now
+        self._drafted = 0
+        self._accepted = 0
+        self._num_steps = 0
+        self._last_rounds = 0
+        self._cached_tokens: int | None = None
+        self._route: Route | None = None
+        self._bad_nodes: set[str] = set()
+        self._bad_routes: set[tuple[str | None, str]] = set()
+
+    def deliver(self, delta: Delta) -> None:
+        self.last_token_at = asyncio.get_running_loop().time()
+        if self.first_token_at is None:
+            self.first_token_at = self.last_token_at
+        self._drafted += delta.drafted
+        self._accepted += delta.accepted
+
+    def demerits(self, route: Route) -> int:
+        """How much speaks against using this route again; 0 for one that never broke."""
+        return sum(node.incarnation in self._bad_nodes for node in route.nodes) + (
+            route.key in self._bad_routes
+        )
+
+    def broke(self, route: Route, broken: Broken) -> None:
+        self._bad_nodes.add(broken.blamed.incarnation)
+        self._bad_routes.add(route.key)
+        if broken.cause == "preempted":
+            self.num_preemptions += 1
+        else:
+            self.num_failures += 1
+
+    def close_attempt(self, attempt: Attempt) -> None:
+        """Take over what an attempt counted, complete or not. The first to tell of the cache is right:
+        later prompts hold our own output."""
+        self._route = attempt.route
+        self._num_steps += attempt.num_decode_rounds
+        self._last_rounds = attempt.num_decode_rounds
+        if self._cached_tokens is None:
+            self._cached_tokens = attempt.cached_tokens
+
+    def finish(self, done: Done, *, now: float) -> None:
+        """The nodes said the request is complete."""
+        word, first = done.last_word, done.prefill or done.last_word
+        if word.num_steps:  # the node's own count, where it keeps one, of what we saw as rounds
+            self._num_steps += word.num_steps - self._last_rounds
+        self.outcome = self._outcome(
+            word.reason,
+            stop_token_id=word.stop_token_id,
+            kv_bytes=word.kv_bytes,
+            transport=word.transport,
+            timings=self._timings(
+                now, queue_s=first.queue_s, prefill_s=first.compute_s, transfer_s=word.transfer_s
+            ),
+        )
+
+    def finish_by_tokens(self, *, now: float) -> bool:
+        """True when the tokens themselves say that the request is complete, though its nodes no longer
+        can: a further attempt would have nothing to do."""
+        sampling, delivered = self.request.sampling, self.merger.delivered
+        is_stopped = (
+            len(delivered) > sampling.min_tokens and delivered[-1] in sampling.stop_token_ids
+            if delivered
+            else False
+        )
+        if not is_stopped and len(delivered) < sampling.max_tokens:
+            return False
+        self.outcome = self._outcome(
+            "stop" if is_stopped else "length",
+            stop_token_id=delivered[-1] if is_stopped else None,
+            kv_bytes=0,
+            transport="",
+            timings=self._timings(now),
+        )
+        return True
+
+    def _timings(
+        self, now: float, *, queue_s: float = 0.0, prefill_s: float = 0.0, transfer_s: float = 0.0
+    ) -> Timings:
+        return Timings(
+            queue_s=queue_s,
+            prefill_s=prefill_s,
+            transfer_s=transfer_s,
+            ttft_s=0.0 if self.first_token_at is None else self.first_token_at - self.started,
+            total_s=now - self.started,
+        )
+
+    def _outcome(
+        self, reason: str, *, stop_token_id: int | None, kv_bytes: int, transport: str, timings: Timings
+    ) -> Outcome:
+        assert self._route is not None
+        prefill = self._route.prefill
+        self.ending = reason
+        return Outcome(
+            reason=reason,
+            stop_token_id=stop_token_id,
+            cached_tokens=min(self._cached_tokens or 0, len(self.request.prompt_ids)),
+            num_output_tokens=len(self.merger.delivered),
+            num_steps=self._num_steps,
+            drafted=self._drafted,
+            accepted=self._accepted,
+            kv_bytes=kv_bytes,
+            transport=transport,
+            timings=timings,
+            prefill_node="" if prefill is None else prefill.address,
+            decode_node=self._route.decode.address,
+            attempts=self.num_attempts,
+        )
