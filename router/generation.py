@@ -1,0 +1,126 @@
+"""One generation as both front ends see it: a plan in, text deltas out.
+
+Owns the text and the count of one answer. Must never know HTTP, gRPC, or which node does what.
+"""
+
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Protocol
+
+from router.planning import Plan
+from router.requests import Delta, GenerateRequest, Outcome, TokenLogprob
+from router.text.stream import TextStream
+from router.text.tokenizer import Tokenizer
+
+
+class Generates(Protocol):
+    """The dispatcher, as front ends know it."""
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta | Outcome]:
+        """Deltas in index order, then one Outcome; closing it cancels the request. Raises RouterError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextDelta:
+    """New tokens that belong to the answer, and the text that became definite with them."""
+
+    text: str
+    ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    accepted: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """Rounds in which tokens were drafted. `histogram[k]` rounds accepted k drafts."""
+
+    num_steps: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    histogram: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """The last item. `outcome` is None when a stop string ended the answer before the nodes did."""
+
+    reason: str  # "stop" or "length"
+    num_tokens: int
+    speculation: Speculation
+    ttft_s: float
+    outcome: Outcome | None
+
+
+class Generation:
+    """Runs one plan. Closing `run()` at any point cancels the work on the nodes."""
+
+    def __init__(
+        self, plan: Plan, *, dispatcher: Generates, tokenizer: Tokenizer, clock: Callable[[], float]
+    ) -> None:
+        sampling = plan.request.sampling
+        self._request = plan.request
+        self._dispatcher = dispatcher
+        self._clock = clock
+        self._has_logprobs = sampling.logprobs is not None
+        self._stream = TextStream(
+            tokenizer.detokenizer(plan.request.prompt_ids),
+            stops=plan.stops,
+            stop_token_ids=frozenset(sampling.stop_token_ids),
+            min_tokens=sampling.min_tokens,
+        )
+        self._drafted = 0
+        self._accepted: Counter[int] = Counter()
+
+    async def run(self) -> AsyncGenerator[TextDelta | Ended]:
+        """Text deltas, then one Ended. Raises RouterError."""
+        started, first_at, outcome = self._clock(), None, None
+        last: TextDelta | None = None
+        async with aclosing(self._dispatcher.generate(self._request)) as items:
+            async for item in items:
+                if isinstance(item, Outcome):
+                    outcome = item
+                    continue
+                first_at = self._clock() if first_at is None else first_at
+                delta = self._take(item)
+                if self._stream.is_stopped_by_text:
+                    last = delta
+                    break
+                yield delta
+        if last is not None:
+            yield last
+        elif rest := self._stream.finish():
+            yield TextDelta(text=rest, ids=(), logprobs=() if self._has_logprobs else None)
+        yield self._ended(outcome, ttft_s=0.0 if first_at is None else first_at - started)
+
+    def _take(self, delta: Delta) -> TextDelta:
+        piece = self._stream.push(delta.ids)
+        accepted = min(delta.accepted, piece.num_tokens)
+        if delta.drafted and piece.num_tokens:
+            self._drafted += delta.drafted
+            self._accepted[accepted] += 1
+        logprobs = None if delta.logprobs is None else delta.logprobs[: piece.num_tokens]
+        return TextDelta(
+            text=piece.text, ids=delta.ids[: piece.num_tokens], logprobs=logprobs, accepted=accepted
+        )
+
+    def _ended(self, outcome: Outcome | None, *, ttft_s: float) -> Ended:
+        is_cut = outcome is None or self._stream.is_stopped_by_text
+        return Ended(
+            reason="stop" if is_cut else outcome.reason if outcome else "stop",
+            num_tokens=self._stream.num_tokens,
+            speculation=self._speculation(),
+            ttft_s=ttft_s,
+            outcome=outcome,
+        )
+
+    def _speculation(self) -> Speculation:
+        counts = self._accepted
+        return Speculation(
+            num_steps=counts.total(),
+            num_drafted=self._drafted,
+            num_accepted=sum(accepted * times for accepted, times in counts.items()),
+            histogram=tuple(counts[k] for k in range(max(counts, default=-1) + 1)),
+        )

@@ -1,0 +1,113 @@
+"""Reads fields of a decoded JSON object and says exactly what is wrong with one.
+
+Owns types, ranges and the wording of complaints. Must never know what a field is for.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from router.errors import BadRequest
+
+_SHOWN_CHARS = 80
+
+
+def decode_object(body: bytes) -> dict[str, Any]:
+    """A JSON object from a request body. Raises BadRequest."""
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadRequest(f"the body must be valid JSON: {error}", code="invalid_json") from error
+    if not isinstance(value, dict):
+        raise BadRequest(f"the body must be a JSON object, got {_kind(value)}", code="invalid_json")
+    return value
+
+
+def refuse(field: str, rule: str, value: object) -> BadRequest:
+    """The complaint that `field` breaks `rule`; the caller raises it. `param` is the outermost field."""
+    return BadRequest(f"{field} must be {rule}, got {shown(value)}", param=field)
+
+
+def shown(value: object) -> str:
+    """A value as an error message shows it: JSON, and not much of it."""
+    text = msgspec.json.encode(value).decode() if _is_json(value) else repr(value)
+    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
+
+
+class Fields:
+    """One JSON object. A field that is null counts as absent."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+
+    def raw(self, name: str) -> Any:
+        return self._values.get(name)
+
+    def boolean(self, name: str, *, default: bool = False) -> bool:
+        value = self.raw(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise refuse(name, "true or false", value)
+        return value
+
+    def integer(self, name: str, *, minimum: int | None = None, maximum: int | None = None) -> int | None:
+        """JSON 5.0 is not an integer here, and neither is true."""
+        value = self.raw(name)
+        if value is None:
+            return None
+        if type(value) is not int:
+            raise refuse(name, "an integer", value)
+        if minimum is not None and value < minimum:
+            raise refuse(name, f"at least {minimum}", value)
+        if maximum is not None and value > maximum:
+            raise refuse(name, f"at most {maximum}", value)
+        return value
+
+    def number(self, name: str) -> float | None:
+        value = self.raw(name)
+        if value is None:
+            return None
+        return as_number(name, value)
+
+    def text(self, name: str) -> str | None:
+        value = self.raw(name)
+        if value is not None and not isinstance(value, str):
+            raise refuse(name, "a string", value)
+        return value
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        value = self.raw(name)
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise refuse(name, "an object", value)
+        return value
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        value = self.raw(name)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or any(type(item) is not int for item in value):
+            raise refuse(name, "a list of integers", value)
+        return tuple(value)
+
+
+def as_number(name: str, value: object) -> float:
+    """An int or float as a float; anything else is a BadRequest naming the field."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise refuse(name, "a number", value)
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise refuse(name, "a number of sensible size", value) from error
+
+
+def _kind(value: object) -> str:
+    names = {list: "a list", str: "a string", int: "a number", float: "a number", bool: "a boolean"}
+    return names.get(type(value), "null")
+
+
+def _is_json(value: object) -> bool:
+    return value is None or isinstance(value, dict | list | str | int | float)

@@ -1,0 +1,111 @@
+"""What a client asked for: the bodies of /v1/completions and /v1/chat/completions as plain values.
+
+Owns the shape of requests. Must never know the model's limits (planning) or the answer (shapes).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from router.errors import BadRequest
+from router.openai.fields import Fields, refuse
+from router.openai.messages import Message, read_messages
+from router.openai.refused import REFUSED_IN_CHAT, REFUSED_IN_COMPLETIONS, check_refused
+from router.openai.sampling import chat_logprobs, completion_logprobs, read_sampling
+from router.planning import SamplingOptions
+
+MAX_CHOICES = 128
+
+Prompt = str | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What both endpoints share. `model` None takes whatever is served."""
+
+    model: str | None
+    options: SamplingOptions
+    n: int
+    is_stream: bool
+    wants_usage: bool
+    wants_token_ids: bool
+    priority: int
+    cache_salt: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionRequest:
+    """`is_list` says whether errors may name one prompt of several."""
+
+    prompts: tuple[Prompt, ...]
+    is_list: bool
+    wishes: Wishes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    messages: tuple[Message, ...]
+    template_options: Mapping[str, Any]
+    wishes: Wishes
+
+
+def read_completion(body: Mapping[str, Any]) -> CompletionRequest:
+    """Raises BadRequest naming the field."""
+    check_refused(body, REFUSED_IN_COMPLETIONS)
+    fields = Fields(body)
+    prompts, is_list = _prompts(fields.raw("prompt"))
+    wishes = _wishes(fields, logprobs=completion_logprobs(fields))
+    if len(prompts) * wishes.n > MAX_CHOICES:
+        raise BadRequest(
+            f"prompt and n must ask for at most {MAX_CHOICES} choices in all, "
+            f"got {len(prompts)} prompts times {wishes.n}",
+            param="n",
+        )
+    return CompletionRequest(prompts=prompts, is_list=is_list, wishes=wishes)
+
+
+def read_chat(body: Mapping[str, Any]) -> ChatRequest:
+    """Raises BadRequest naming the field."""
+    check_refused(body, REFUSED_IN_CHAT)
+    fields = Fields(body)
+    messages = read_messages(fields.raw("messages"))
+    wishes = _wishes(fields, logprobs=chat_logprobs(fields))
+    return ChatRequest(
+        messages=messages, template_options=fields.mapping("chat_template_kwargs"), wishes=wishes
+    )
+
+
+def _wishes(fields: Fields, *, logprobs: int | None) -> Wishes:
+    is_stream = fields.boolean("stream")
+    stream_options = Fields(fields.mapping("stream_options"))
+    if fields.raw("stream_options") is not None and not is_stream:
+        raise BadRequest("stream_options must be left out unless stream is true", param="stream_options")
+    return Wishes(
+        model=fields.text("model"),
+        options=read_sampling(fields, logprobs=logprobs),
+        n=fields.integer("n", minimum=1, maximum=MAX_CHOICES) or 1,
+        is_stream=is_stream,
+        wants_usage=stream_options.boolean("include_usage"),
+        wants_token_ids=fields.boolean("return_token_ids"),
+        priority=fields.integer("priority", minimum=-(2**31), maximum=2**31 - 1) or 0,
+        cache_salt=fields.text("cache_salt") or "",
+    )
+
+
+def _prompts(value: Any) -> tuple[tuple[Prompt, ...], bool]:
+    """A string, a list of strings, token ids, or a list of token-id lists."""
+    if isinstance(value, str):
+        return (value,), False
+    if not isinstance(value, list) or not value:
+        raise refuse("prompt", "a string, token ids, or a non-empty list of either", value)
+    if all(type(item) is int for item in value):
+        return (tuple(value),), False
+    if all(isinstance(item, str) for item in value):
+        return tuple(value), True
+    return tuple(_token_ids(index, item) for index, item in enumerate(value)), True
+
+
+def _token_ids(index: int, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or any(type(item) is not int for item in value):
+        raise refuse(f"prompt[{index}]", "a list of token ids like the others", value)
+    return tuple(value)

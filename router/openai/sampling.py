@@ -1,0 +1,75 @@
+"""The sampling fields of both endpoints, from JSON to `SamplingOptions`."""
+
+from typing import Any
+
+from router.openai.fields import Fields, as_number, refuse
+from router.planning import SamplingOptions
+
+MAX_TOP_LOGPROBS = 20
+_SEED_MIN, _SEED_MAX = -(2**63), 2**64 - 1
+
+
+def read_sampling(fields: Fields, *, logprobs: int | None) -> SamplingOptions:
+    """Ranges that need no model are checked by SamplingParams, which names the field too."""
+    max_tokens, max_tokens_field = _max_tokens(fields)
+    top_k = fields.integer("top_k", minimum=-1)
+    return SamplingOptions(
+        max_tokens=max_tokens,
+        max_tokens_field=max_tokens_field,
+        temperature=fields.number("temperature"),
+        top_p=fields.number("top_p"),
+        top_k=0 if top_k == -1 else top_k,
+        min_p=fields.number("min_p"),
+        presence_penalty=fields.number("presence_penalty"),
+        frequency_penalty=fields.number("frequency_penalty"),
+        repetition_penalty=fields.number("repetition_penalty"),
+        seed=fields.integer("seed", minimum=_SEED_MIN, maximum=_SEED_MAX),
+        min_tokens=fields.integer("min_tokens", minimum=0),
+        logprobs=logprobs,
+        stop=_stop(fields.raw("stop")),
+        stop_token_ids=fields.integers("stop_token_ids"),
+        ignore_eos=fields.boolean("ignore_eos"),
+        logit_bias=_logit_bias(fields.mapping("logit_bias")),
+    )
+
+
+def completion_logprobs(fields: Fields) -> int | None:
+    """`logprobs` is a number there."""
+    return fields.integer("logprobs", minimum=0, maximum=MAX_TOP_LOGPROBS)
+
+
+def chat_logprobs(fields: Fields) -> int | None:
+    """`logprobs` is a switch there, `top_logprobs` the number."""
+    top = fields.integer("top_logprobs", minimum=0, maximum=MAX_TOP_LOGPROBS)
+    if not fields.boolean("logprobs"):
+        if top:
+            raise refuse("top_logprobs", "left out unless logprobs is true", top)
+        return None
+    return top or 0
+
+
+def _max_tokens(fields: Fields) -> tuple[int | None, str]:
+    """The newer name wins when both are given."""
+    for name in ("max_completion_tokens", "max_tokens"):
+        value = fields.integer(name, minimum=1)
+        if value is not None:
+            return value, name
+    return None, "max_tokens"
+
+
+def _stop(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or any(not isinstance(stop, str) for stop in stops):
+        raise refuse("stop", "a string or a list of strings", value)
+    return tuple(dict.fromkeys(stops))
+
+
+def _logit_bias(value: dict[str, Any]) -> tuple[tuple[int, float], ...]:
+    pairs: list[tuple[int, float]] = []
+    for key, bias in value.items():
+        if not (key.isascii() and key.isdigit()) or len(key) > 18:
+            raise refuse("logit_bias", "an object whose keys are token ids", value)
+        pairs.append((int(key), as_number("logit_bias", bias)))
+    return tuple(pairs)

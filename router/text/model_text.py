@@ -1,0 +1,79 @@
+"""The text side of the served model: its tokenizer and chat template behind one asynchronous door.
+
+Owns the worker threads for long texts, so that tokenising one never holds up the streams of others.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from router.errors import BadRequest, QueueFull
+from router.text.chat import ChatTemplate, TemplateFailed
+from router.text.tokenizer import Tokenizer, read_json
+
+_LONG_TEXT_CHARS = 4096
+_NUM_THREADS = 2
+_MAX_WAITING = 256
+
+
+class ModelText:
+    """Encodes prompts. Invariant: at most `_MAX_WAITING` long texts wait for a thread."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, template: ChatTemplate | None, max_model_len: int | None = None
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.max_model_len = max_model_len
+        self._template = template
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
+        self._num_waiting = 0
+
+    @classmethod
+    def from_folder(cls, folder: Path, *, local_time: Callable[[], datetime]) -> "ModelText":
+        """Raises ValueError when the folder has no tokenizer.json."""
+        tokenizer = Tokenizer.from_folder(folder)
+        template = ChatTemplate.from_folder(
+            folder, special_tokens=tokenizer.special_tokens, local_time=local_time
+        )
+        max_model_len = read_json(folder / "config.json").get("max_position_embeddings")
+        return cls(tokenizer, template=template, max_model_len=max_model_len)
+
+    async def encode(self, text: str) -> tuple[int, ...]:
+        """Ids of a plain prompt, with the special tokens that the model's post-processor adds."""
+        return await self._run(len(text), lambda: self.tokenizer.encode(text, add_special_tokens=True))
+
+    async def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None
+    ) -> tuple[int, ...]:
+        """Ids of a conversation, open for the assistant's turn. Raises BadRequest."""
+        template = self._template
+        if template is None:
+            raise BadRequest("messages cannot be used: this model has no chat template", param="messages")
+
+        def render_and_encode() -> tuple[int, ...]:
+            return self.tokenizer.encode(template.render(messages, options), add_special_tokens=False)
+
+        size = sum(len(str(message.get("content", ""))) for message in messages)
+        try:
+            return await self._run(size, render_and_encode)
+        except TemplateFailed as error:
+            raise BadRequest(str(error), param="messages") from error
+        except ValueError as error:
+            raise BadRequest(str(error), param="chat_template_kwargs") from error
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self, size: int, work: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
+        if size < _LONG_TEXT_CHARS:
+            return work()
+        if self._num_waiting >= _MAX_WAITING:
+            raise QueueFull("too many long prompts wait to be tokenised", retry_after_s=1.0)
+        self._num_waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        finally:
+            self._num_waiting -= 1
