@@ -53,7 +53,6 @@ class GgufFile:
     def hf_config(self) -> dict[str, Any]:
         """The metadata as the `config.json` a Hugging Face checkpoint would have."""
         num_heads = self._own("attention.head_count")
-        eos = self.field("tokenizer.ggml.eos_token_id")
         config = {
             "architectures": [_ARCHITECTURES[self._architecture]],
             "model_type": self._architecture,
@@ -72,11 +71,14 @@ class GgufFile:
             "attention_bias": "blk.0.attn_output.bias" in self._tensors,
             "tie_word_embeddings": "output.weight" not in self._tensors,
             "bos_token_id": self.field("tokenizer.ggml.bos_token_id"),
-            "eos_token_id": eos,
+            "eos_token_id": self._eos_token_ids(),
             "pad_token_id": self.field("tokenizer.ggml.padding_token_id"),
         }
         scaling = self._rope_scaling(config)
         return config if scaling is None else config | {"rope_scaling": scaling}
+
+    def num_elements(self, name: str) -> int:
+        return int(self._by_hf_name[name].n_elements)
 
     def names(self) -> frozenset[str]:
         return frozenset(self._by_hf_name)
@@ -89,6 +91,11 @@ class GgufFile:
         if self._architecture in _PERMUTED and kind in heads_key:
             return _halves(values, self._own(heads_key[kind], self._own("attention.head_count")))
         return values
+
+    def _eos_token_ids(self) -> list[int]:
+        """End of sequence, turn and message: any of them ends a generation."""
+        ids = [self.field(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+        return sorted({int(token_id) for token_id in ids if token_id is not None})
 
     def _own(self, key: str, default: Any = None) -> Any:
         return self.field(f"{self._architecture}.{key}", default)
@@ -104,13 +111,13 @@ class GgufFile:
     def _llama3_scaling(self, config: Mapping[str, Any]) -> dict[str, Any]:
         divisors = torch.from_numpy(_dequantized(self._tensors[_ROPE_FREQUENCIES])).flatten()
         theta = float(config["rope_theta"])
-        scaling = {"rope_type": "llama3", "factor": float(divisors.max()), **_LLAMA3_ROPE}
-        rope = RopeConfig(theta=theta, kind="llama3", factor=scaling["factor"], original_max_len=8192)
+        factor = float(divisors.max())
+        rope = RopeConfig(theta=theta, kind="llama3", factor=factor, original_max_len=8192)
         plain = inverse_frequencies(RopeConfig(theta=theta), config["head_dim"])
         expected = plain / inverse_frequencies(rope, config["head_dim"])
         if divisors.shape != expected.shape or not torch.allclose(divisors, expected, rtol=1e-3):
             raise UnsupportedModel(f"{_ROPE_FREQUENCIES} is not Llama 3's scaling, got {divisors.tolist()}")
-        return scaling
+        return {"rope_type": "llama3", "factor": factor, **_LLAMA3_ROPE}
 
 
 def _dequantized(tensor: ReaderTensor) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -120,4 +127,4 @@ def _dequantized(tensor: ReaderTensor) -> np.ndarray[Any, np.dtype[np.float32]]:
 
 def _halves(values: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Rows (head, pair, 2) -> rows (head, 2, pair), the inverse of llama.cpp's permute."""
-    return values.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).reshape(values.shape)
+    return values.view(num_heads, -1, 2, *values.shape[1:]).transpose(1, 2).reshape(values.shape)
