@@ -1,0 +1,145 @@
+"""Draws the target model's tokens: one draw for each logits row of many requests at once.
+
+Owns the order of things (adjust, filter, draw, log-probabilities) and the randomness of a draw. Must
+never know which rows were speculated: a row is a request and the tokens that lead to it.
+
+The token at a position is a pure function of its logits, the request's parameters and history, and
+(seed, position). So drawing at every node of a draft tree and walking it gives the text of plain
+decoding, token for token: the law is the target's whatever was drafted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+
+from engine.distribution import Filters, pick, weights
+from engine.params import SamplingParams, TokenLogprob
+from engine.randomness import TARGET_STREAM, uniforms
+from engine.sampling_state import SamplingState
+
+# What `Drawn.token_ids` holds for a row in `Drawn.errors`. Equals no token, so no draft is accepted there.
+NO_TOKEN = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The draw that follows `path`: tokens assumed emitted after those `state` counts."""
+
+    state: SamplingState
+    path: tuple[int, ...] = ()
+
+    @property
+    def position(self) -> int:
+        """Absolute position of the token to draw."""
+        return self.state.num_tokens + len(self.path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """One entry per row. `errors` maps a row from which nothing could be drawn to the reason."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprob | None]
+    errors: dict[int, str]
+
+
+def draw(logits_RV: torch.Tensor, rows: Sequence[Row], *, allowed_RV: torch.Tensor | None = None) -> Drawn:
+    """Draw one token per row from float32 logits `[R, V]`, which stay as they are.
+
+    Rows of one request must be neighbours. `allowed_RV`, bool, forbids the tokens where it is False.
+    Greedy takes the best score, the lowest id among equals. Waits for the device once per kind of draw.
+    """
+    scores_RV = _adjusted(logits_RV, rows, allowed_RV)
+    greedy = [i for i, row in enumerate(rows) if _takes_best(row.state.params)]
+    if len(greedy) == len(rows):
+        token_ids = _best(scores_RV)
+    elif not greedy:
+        token_ids = _sample(scores_RV, rows)
+    else:
+        token_ids = [NO_TOKEN] * len(rows)
+        sampled = [i for i, row in enumerate(rows) if not _takes_best(row.state.params)]
+        _scatter(token_ids, greedy, _best(scores_RV[greedy]))
+        _scatter(token_ids, sampled, _sample(scores_RV[sampled], [rows[i] for i in sampled]))
+    return Drawn(
+        token_ids=token_ids,
+        logprobs=_logprobs(logits_RV, rows, token_ids),
+        errors={
+            i: _no_token_reason(scores_RV[i]) for i, token_id in enumerate(token_ids) if token_id == NO_TOKEN
+        },
+    )
+
+
+def _adjusted(logits_RV: torch.Tensor, rows: Sequence[Row], allowed_RV: torch.Tensor | None) -> torch.Tensor:
+    """Scores with penalties, bias and bans; the logits themselves where no row has any."""
+    changed = [i for i, row in enumerate(rows) if row.state.changes(row.path)]
+    if allowed_RV is not None:
+        scores_RV = logits_RV.masked_fill(~allowed_RV, -torch.inf)
+    elif changed:
+        scores_RV = logits_RV.clone()
+    else:
+        return logits_RV
+    for _, group in groupby(changed, key=lambda i: id(rows[i].state)):
+        indices = list(group)
+        rows[indices[0]].state.adjust_(scores_RV, indices, [rows[i].path for i in indices])
+    return scores_RV
+
+
+def _takes_best(params: SamplingParams) -> bool:
+    return params.is_greedy or params.top_k == 1
+
+
+def _best(scores_RV: torch.Tensor) -> list[int]:
+    best = scores_RV.max(dim=-1)  # the first of equals, as torch documents; NaN counts as the largest
+    ids: list[int] = torch.where(best.values.isfinite(), best.indices, NO_TOKEN).tolist()
+    return ids
+
+
+def _sample(scores_RV: torch.Tensor, rows: Sequence[Row]) -> list[int]:
+    device = scores_RV.device
+    params = [row.state.params for row in rows]
+    filters = Filters(
+        temperature_R=torch.tensor([p.temperature for p in params], dtype=torch.float64, device=device),
+        min_p_R=torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device),
+        top_k_R=torch.tensor([p.top_k for p in params], dtype=torch.int64, device=device),
+        top_p_R=torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device),
+    )
+    coins_R = uniforms([p.seed for p in params], [row.position for row in rows], TARGET_STREAM)
+    ids: list[int] = pick(weights(scores_RV, filters), coins_R.to(device)).tolist()
+    return ids
+
+
+def _logprobs(
+    logits_RV: torch.Tensor, rows: Sequence[Row], token_ids: Sequence[int]
+) -> list[TokenLogprob | None]:
+    """log_softmax of the model's own logits, before anything the request asks for (vLLM's default)."""
+    result: list[TokenLogprob | None] = [None] * len(rows)
+    for i, row in enumerate(rows):
+        num_top = row.state.params.logprobs
+        if num_top is not None and token_ids[i] != NO_TOKEN:
+            logprobs_V = torch.log_softmax(logits_RV[i], dim=-1)
+            result[i] = TokenLogprob(float(logprobs_V[token_ids[i]]), _most_likely(logprobs_V, num_top))
+    return result
+
+
+def _most_likely(logprobs_V: torch.Tensor, num_top: int) -> tuple[tuple[int, float], ...]:
+    """The `num_top` best possible (id, logprob), best first, the lower id first among equals."""
+    if num_top == 0:
+        return ()
+    threshold = logprobs_V.topk(min(num_top, len(logprobs_V))).values[-1]
+    ids_C = (logprobs_V >= threshold).nonzero()[:, 0]
+    values: list[float] = logprobs_V[ids_C].tolist()
+    ranked = sorted(zip(ids_C.tolist(), values, strict=True), key=lambda pair: (-pair[1], pair[0]))
+    return tuple(pair for pair in ranked[:num_top] if pair[1] > -torch.inf)
+
+
+def _no_token_reason(scores_V: torch.Tensor) -> str:
+    if bool(scores_V.isnan().any()) or bool(scores_V.isposinf().any()):
+        return "the model returned a NaN or infinite logit"
+    return "no token is possible: all are forbidden"
+
+
+def _scatter(target: list[int], indices: Sequence[int], values: Sequence[int]) -> None:
+    for i, value in zip(indices, values, strict=True):
+        target[i] = value

@@ -1,0 +1,42 @@
+"""The catalogue of speculative algorithms: one line each, and the only place that lists them.
+
+Must never know what an algorithm does with its options.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from inspect import signature
+from types import MappingProxyType
+from typing import Any
+
+from speculative.ngram import NgramConfig, NgramProposer
+from speculative.null import NullConfig, NullProposer
+from speculative.proposer import Proposer
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """`config` is a frozen keyword-only dataclass that checks its values; `proposer` takes one."""
+
+    config: Callable[..., Any]
+    proposer: Callable[[Any], Proposer]
+
+
+CATALOGUE: Mapping[str, Algorithm] = MappingProxyType(
+    {
+        "none": Algorithm(NullConfig, NullProposer),
+        "ngram": Algorithm(NgramConfig, NgramProposer),
+    }
+)
+
+
+def create_proposer(name: str, options: Mapping[str, object]) -> Proposer:
+    """Build an algorithm. Raises ValueError for an unknown name, an unknown option or a bad value."""
+    algorithm = CATALOGUE.get(name)
+    if algorithm is None:
+        raise ValueError(f"speculative algorithm must be one of {sorted(CATALOGUE)}, got {name!r}")
+    known = signature(algorithm.config).parameters
+    for key, value in options.items():
+        if key not in known:
+            raise ValueError(f"{name} has no option {key!r} (value {value!r}); it has {sorted(known)}")
+    return algorithm.proposer(algorithm.config(**options))
