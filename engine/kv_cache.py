@@ -43,11 +43,10 @@ class KvCache:
 
         Sets pages, num_committed and num_cached_tokens.
         """
-        assert not request.pages and request.num_committed == 0
+        assert not request.pages
+        assert request.num_committed == 0
         prompt = request.prompt_ids
-        found = self._prefix.match(
-            prompt, request.cache_salt, max_pages=(len(prompt) - 1) // self.page_size
-        )
+        found = self._prefix.match(prompt, request.cache_salt, max_pages=(len(prompt) - 1) // self.page_size)
         self._prefix.acquire(found)
         request.pages = [entry.page for entry in found]
         request.chain = found[-1].digest if found else self._prefix.root(request.cache_salt)
@@ -74,9 +73,7 @@ class KvCache:
             request.num_published_pages += 1
             page = request.pages[index]
             if self._prefix.insert(request.chain, page):
-                self._ledger.move(
-                    [page], source=(Owner.REQUEST, request.key), to=(Owner.CACHE, None)
-                )
+                self._ledger.move([page], source=(Owner.REQUEST, request.key), to=(Owner.CACHE, None))
 
     def release(self, request: Request) -> None:
         """Take every page back; cached ones lose a user, last page first, so that prefixes stay longest."""

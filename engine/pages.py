@@ -52,7 +52,9 @@ class PageLedger:
             self._owner[page], self._holder[page] = owner, holder
         return pages
 
-    def move(self, pages: Iterable[int], *, source: tuple[Owner, Hashable], to: tuple[Owner, Hashable]) -> None:
+    def move(
+        self, pages: Iterable[int], *, source: tuple[Owner, Hashable], to: tuple[Owner, Hashable]
+    ) -> None:
         """Hand pages from one owner to another, or free them (`to=(Owner.FREE, None)`)."""
         for page in pages:
             held = (self._owner[page], self._holder[page])
@@ -67,7 +69,7 @@ class PageLedger:
     def problems(self, held: Sequence[tuple[Owner, Hashable, Sequence[int]]]) -> list[str]:
         """Compare the books with what holders say they hold; empty when they partition the pool."""
         found: list[str] = []
-        said: dict[int, tuple[Owner, Hashable]] = {page: (Owner.FREE, None) for page in self._free}
+        said: dict[int, tuple[Owner, Hashable]] = dict.fromkeys(self._free, (Owner.FREE, None))
         if len(said) != len(self._free):
             found.append("a page is twice in the free list")
         for owner, holder, pages in held:

@@ -5,7 +5,7 @@ Owns the requests of one engine from arrival to release. Must never know of peer
 nor the name of an algorithm.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,18 +17,19 @@ from engine.models.model import Model
 from engine.params import TokenLogprob
 from engine.pool import PagePool
 from engine.request import Request
-from engine.sampling import Row, Sampler, SamplingState
+from engine.sampling import NO_TOKEN, Row, draw
+from engine.sampling_state import SamplingState
 from engine.scheduler import Scheduler, SchedulerLimits
-from speculative.accept import Finish, truncate, walk
+from speculative.accept import FinishReason, truncate, walk
 from speculative.proposer import Advance, Proposal, Proposer, Seed
-from speculative.tree import DraftTree
+from speculative.tree import Tree, build
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
     """What one step did for one request. `tokens` are new; the first `num_accepted` were drafted.
 
-    finish: set once, on the step after which the request no longer runs here.
+    finish_reason: set once, on the step after which the request no longer runs here.
     error: the request was dropped because its logits were unusable.
     """
 
@@ -37,7 +38,8 @@ class Progress:
     logprobs: tuple[TokenLogprob, ...] | None = None
     num_drafted: int = 0
     num_accepted: int = 0
-    finish: Finish | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
     error: str = ""
 
 
@@ -54,13 +56,14 @@ class _Work:
 
     request: Request
     span: Span
-    tree: DraftTree | None
+    tree: Tree | None
     rows: tuple[int, int]
     is_prompt_end: bool = False
     progress: Progress | None = None
     advance: Advance | None = None
     drawn: Sequence[int] = ()
     logprobs: Sequence[TokenLogprob | None] = ()
+    errors: Mapping[int, str] = field(default_factory=dict)  # by node
 
 
 @dataclass(slots=True)
@@ -75,6 +78,19 @@ class LoopCounters:
     rounds: int = 0
     preemptions: int = 0
     accepted_at: list[int] = field(default_factory=list)  # [i]: rounds that accepted more than i drafts
+
+    def as_dict(self) -> dict[str, float]:
+        counts = {
+            "engine_steps": self.steps,
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "rounds": self.rounds,
+            "drafted_tokens": self.drafted,
+            "accepted_tokens": self.accepted,
+            "preemptions": self.preemptions,
+        }
+        per_position = {f"accepted_at_{i}": count for i, count in enumerate(self.accepted_at)}
+        return {name: float(count) for name, count in (counts | per_position).items()}
 
 
 class EngineLoop:
@@ -91,7 +107,6 @@ class EngineLoop:
         self.proposer = proposer
         self.scheduler = Scheduler(cache, limits)
         self.counters = LoopCounters(accepted_at=[0] * proposer.needs.max_draft_tokens)
-        self._sampler = Sampler(vocab_size=model.config.vocab_size, device=model.device)
         self._states: dict[Hashable, SamplingState] = {}
         self._hold: set[Hashable] = set()
         self._held: dict[Hashable, Request] = {}
@@ -116,6 +131,12 @@ class EngineLoop:
         request = self._held.pop(key, None) or self.scheduler.remove(key)
         if request is not None:
             self._retire(request)
+
+    def hold(self, key: Hashable) -> None:
+        """Compute no more of this request, but keep its pages until `release`."""
+        request = self.scheduler.remove(key)
+        if request is not None:
+            self._held[key] = request
 
     def seed(self, request: Request) -> Seed:
         return self.proposer.seed(request)
@@ -183,14 +204,14 @@ class EngineLoop:
         self.release(request.key)
 
     def _round(self, request: Request, proposal: Proposal) -> _Work:
-        tree = DraftTree.build(proposal, root=request.tokens[-1])
+        tree = build(request.tokens[-1], proposal)
         span = Span(
             token_ids=tree.token_ids,
             num_committed=request.num_committed,
             pages=request.pages,
-            positions=[request.num_committed + depth for depth in tree.depths],
-            logit_rows=range(len(tree)),
-            parents=None if tree.is_chain else tree.parents,
+            positions=tree.positions(request.num_committed),
+            logit_rows=range(tree.num_nodes),
+            parents=tree.span_parents,
         )
         return _Work(request=request, span=span, tree=tree, rows=(0, 0))
 
@@ -236,11 +257,12 @@ class EngineLoop:
                 rows.append(Row(state, ()))
         if not rows:
             return
-        drawn = self._sampler.draw(output.logits_RV, rows)
+        drawn = draw(output.logits_RV, rows)
         start = 0
         for item in work:
             stop = start + len(item.span.logit_rows)
             item.drawn, item.logprobs = drawn.token_ids[start:stop], drawn.logprobs[start:stop]
+            item.errors = {row - start: why for row, why in drawn.errors.items() if start <= row < stop}
             start = stop
 
     def _advance_prompt(self, item: _Work) -> None:
@@ -260,7 +282,7 @@ class EngineLoop:
             is_prompt=True,
         )
 
-    def _advance_round(self, item: _Work, tree: DraftTree) -> list[tuple[int, int]]:
+    def _advance_round(self, item: _Work, tree: Tree) -> list[tuple[int, int]]:
         """Accept, commit, and return the KV rows to move, as (source slot, target slot) of the pool."""
         request = item.request
         accepted = walk(tree, item.drawn)
@@ -270,10 +292,10 @@ class EngineLoop:
             for depth, node in enumerate(accepted.nodes)
             if node != depth
         ]
-        num_drafted = len(tree) - 1
+        num_drafted = tree.num_nodes - 1
         self._count_round(num_drafted, accepted.num_correct_drafts)
         item.progress = self._emit(
-            item, nodes=accepted.nodes, tokens=accepted.tokens, num_drafted=num_drafted
+            item, nodes=accepted.nodes, tokens=accepted.token_ids, num_drafted=num_drafted
         )
         request.num_committed = len(request.tokens) - 1
         item.advance = Advance(
@@ -290,24 +312,22 @@ class EngineLoop:
     ) -> Progress:
         """Append what the stop rules leave of `tokens`; node i of the path drew tokens[i]."""
         request = item.request
-        if -1 in tokens:
-            return Progress(request=request, error="the model gave no usable logits (NaN or all excluded)")
-        kept, finish = truncate(tokens, request)
+        if NO_TOKEN in tokens:
+            return Progress(request=request, error=item.errors[nodes[tokens.index(NO_TOKEN)]])
+        ending = truncate(tokens, params=request.sampling, num_outputs=request.num_outputs)
+        kept = ending.token_ids
         request.tokens += kept
         request.num_steps += 1
         self.counters.output_tokens += len(kept)
         self._states[request.key].advance(kept)
-        logprobs = None
-        if request.sampling.logprobs is not None:
-            found = [item.logprobs[node] for node in nodes[: len(kept)]]
-            logprobs = tuple(entry for entry in found if entry is not None)
         return Progress(
             request=request,
             tokens=kept,
-            logprobs=logprobs,
+            logprobs=_logprobs(item, nodes[: len(kept)]),
             num_drafted=num_drafted,
             num_accepted=min(len(tokens) - 1, len(kept)),
-            finish=finish,
+            finish_reason=ending.finish_reason,
+            stop_token_id=ending.stop_token_id,
         )
 
     def _count_round(self, num_drafted: int, num_correct_drafts: int) -> None:
@@ -339,7 +359,7 @@ class EngineLoop:
         if item.is_prompt_end and request.key in self._hold:
             self.scheduler.remove(request.key)
             self._held[request.key] = request
-        elif progress.finish is not None:
+        elif progress.finish_reason is not None:
             self.release(request.key)
         elif item.is_prompt_end:
             self.proposer.admit(request, None)
@@ -352,4 +372,15 @@ class EngineLoop:
         self.cache.release(request)
 
     def _new_state(self, request: Request) -> SamplingState:
-        return SamplingState(request.sampling, request.prompt_ids, request.num_prompt_tokens)
+        return SamplingState(
+            request.sampling,
+            tokens=request.prompt_ids,
+            num_prompt_tokens=request.num_prompt_tokens,
+            vocab_size=self._model.config.vocab_size,
+        )
+
+
+def _logprobs(item: _Work, nodes: Sequence[int]) -> tuple[TokenLogprob, ...] | None:
+    if item.request.sampling.logprobs is None:
+        return None
+    return tuple(entry for node in nodes if (entry := item.logprobs[node]) is not None)

@@ -1,0 +1,429 @@
+"""The decode node's core: leases pages, waits for KV to land, runs rounds, reports tokens.
+
+Sans I/O: the host (or the simulation) hands events in, calls `step` and sends the outputs. Owns the
+joint life of a request in the transfer machine, the cache and the engine loop. Must never know a
+socket, a thread or a wall clock.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from decode_node.handoff import seed_from
+from engine.errors import OutOfPages
+from engine.request import Request
+from kv_transfer import errors
+from kv_transfer.actions import (
+    ClosePeer,
+    DecodeAction,
+    Fail,
+    HandedOver,
+    Join,
+    QuarantinePages,
+    Refuse,
+    ReleasePages,
+    ReleaseQuarantine,
+    Send,
+)
+from kv_transfer.decode_side import DecodeTransfers
+from kv_transfer.ids import Incarnation, TransferId
+from kv_transfer.messages import (
+    Drained,
+    Final,
+    Heartbeat,
+    Hello,
+    Planned,
+    Refused,
+    ToDecode,
+    ToPrefill,
+    TransferFailed,
+)
+from kv_transfer.peers import PeerTable
+from kv_transfer.transport import Landed, PeerGone
+from speculative.loop import EngineLoop, Progress
+from wire.host_events import (
+    Drain,
+    DropPeer,
+    HostEvent,
+    Link,
+    LinkClosed,
+    LinkMessage,
+    LinkOpened,
+    NodeStatus,
+    Output,
+    PeerAccepted,
+    PeerClosed,
+    PeerHello,
+    PeerMessage,
+    PeerRefused,
+    ToPeer,
+)
+from wire.intake import PAIR_REFUSED, Intake, refuse, rejected, request_of, tid_of
+from wire.link_table import LinkTable
+from wire.records import Load
+from wire.work import (
+    Accepted,
+    Cancel,
+    Failed,
+    Finished,
+    Preempted,
+    PromptInfo,
+    Rejected,
+    Submit,
+    Tokens,
+)
+
+_POLL_S = 0.0005
+_IDLE_S = 0.1
+
+
+@dataclass(slots=True, kw_only=True)
+class _Account:
+    """What the router is told at the end of one request."""
+
+    request: Request
+    submitted: float
+    deadline: float
+    peer: Incarnation | None
+    started: float = 0.0
+    kv_bytes: int = 0
+    transport: str = ""
+    transfer_s: float = 0.0
+
+
+class DecodeLoop:
+    """Invariant: every live tid has an account; its pages are a lease, quarantined, or the engine's."""
+
+    def __init__(
+        self,
+        *,
+        engine: EngineLoop,
+        transfers: DecodeTransfers,
+        peers: PeerTable,
+        intake: Intake,
+        page_bytes: int,
+    ) -> None:
+        self._engine = engine
+        self._cache = engine.cache
+        self._transfers = transfers
+        self._peers = peers
+        self._intake = intake
+        self._page_bytes = page_bytes
+        self._links = LinkTable()
+        self._accounts: dict[TransferId, _Account] = {}
+        self._incoming: dict[TransferId, Request] = {}
+        self._outputs: list[Output] = []
+        self._counters: Counter[str] = Counter()
+        self._steps = 0
+        self._is_draining = False
+        self._now = 0.0
+
+    def hello(self) -> Hello:
+        return self._peers.ours
+
+    # events
+
+    def handle(self, event: HostEvent, now: float) -> None:
+        self._now = now
+        match event:
+            case LinkOpened(link=link):
+                self._links.open(link)
+            case LinkMessage(link=link, message=Submit() as submit):
+                self._submit(link, submit)
+            case LinkMessage(message=Cancel(tid=tid)):
+                self._cancel(tid)
+            case LinkClosed(link=link):
+                for tid in self._links.close(link):
+                    self._cancel(tid)
+            case PeerHello(hello=hello):
+                self._meet(hello)
+            case PeerMessage(peer=peer, message=message):
+                self._hear(peer, message)
+            case PeerClosed(peer=peer):
+                self._lose(peer, "its session closed")
+            case Drain():
+                self._is_draining = True
+
+    def _submit(self, link: Link, submit: Submit) -> None:
+        refusal = self._intake.check(
+            submit,
+            num_waiting=self._engine.scheduler.num_waiting + len(self._incoming),
+            is_live=submit.tid in self._accounts,
+            is_draining=self._is_draining,
+        )
+        why = None if submit.peer is None else self._peers.refusal(submit.peer.incarnation)
+        if refusal is None and why is not None:
+            refusal = refuse(submit, PAIR_REFUSED, f"refused at handshake: {why}", retryable=True)
+        if refusal is not None:
+            self._counters["rejected"] += 1
+            self._links.reject(link, refusal)
+            return
+        request = request_of(submit)
+        account = _Account(
+            request=request,
+            submitted=self._now,
+            deadline=self._now + submit.deadline_s,
+            peer=None if submit.peer is None else submit.peer.incarnation,
+        )
+        if account.peer is None:
+            self._engine.add(request)
+            self._counters["local_prefills"] += 1
+        elif not self._expect(link, request, account.peer, account.deadline):
+            return
+        self._accounts[submit.tid] = account
+        self._links.own(link, submit.tid)
+        self._links.emit(Accepted(tid=submit.tid, queued_behind=self._engine.scheduler.num_waiting))
+
+    def _expect(self, link: Link, request: Request, peer: Incarnation, deadline: float) -> bool:
+        """Queue a transfer; False when its id was used before."""
+        actions = self._transfers.submit(
+            tid_of(request),
+            peer=peer,
+            num_prompt_tokens=len(request.prompt_ids),
+            deadline=deadline,
+            now=self._now,
+        )
+        for action in actions:
+            if isinstance(action, Refuse):
+                self._links.reject(link, rejected(action))
+                return False
+        self._incoming[tid_of(request)] = request
+        self._do(actions)
+        return True
+
+    def _cancel(self, tid: TransferId) -> None:
+        """The router wants no more; nothing is said back."""
+        self._links.forget(tid)
+        if self._accounts.pop(tid, None) is None:
+            return
+        self._counters["cancelled"] += 1
+        if tid in self._incoming:
+            self._do(self._transfers.cancel(tid, now=self._now))
+        else:
+            self._engine.release(tid)
+
+    # peers
+
+    def _meet(self, hello: Hello) -> None:
+        outcome = self._peers.accept(hello)
+        if isinstance(outcome, Refused):
+            self._counters["peers_refused"] += 1
+            self._outputs.append(PeerRefused(peer=hello.incarnation, refused=outcome))
+            self._fail_waiting(hello.incarnation, outcome)
+            return
+        self._transfers.peer_ready(hello.incarnation, has_checksums=outcome.checksums)
+        self._outputs.append(PeerAccepted(peer=hello.incarnation, reply=self.hello()))
+
+    def _fail_waiting(self, peer: Incarnation, why: Refused) -> None:
+        for tid, account in list(self._accounts.items()):
+            if account.peer == peer and tid in self._incoming:
+                self._end(
+                    Failed(tid=tid, code=PAIR_REFUSED, retryable=True, reason=f"refused at handshake: {why}")
+                )
+        self._do(self._transfers.peer_lost(peer, reason=str(why), code=errors.INCOMPATIBLE))
+
+    def _hear(self, peer: Incarnation, message: ToPrefill | ToDecode) -> None:
+        now = self._now
+        match message:
+            case Planned():
+                self._do(self._transfers.planned(peer, message, now=now))
+            case Final():
+                self._do(self._transfers.final(peer, message, now=now))
+            case TransferFailed():
+                self._do(self._transfers.failed(peer, message, now=now))
+            case Drained(tid=tid):
+                self._do(self._transfers.drained(peer, tid, now=now))
+            case Heartbeat():
+                pass
+            case _:
+                self._counters["protocol_faults"] += 1
+                self._drop(peer, f"unexpected {type(message).__name__}")
+
+    def _lose(self, peer: Incarnation, reason: str) -> None:
+        self._peers.drop(peer)
+        self._do(self._transfers.peer_lost(peer, reason=reason))
+
+    def _drop(self, peer: Incarnation, reason: str) -> None:
+        self._counters["peers_dropped"] += 1
+        self._outputs.append(DropPeer(peer=peer, reason=reason))
+        self._lose(peer, reason)
+
+    # work
+
+    @property
+    def idle_wait_s(self) -> float:
+        return _POLL_S if self._incoming else _IDLE_S
+
+    def step(self, now: float) -> bool:
+        self._now = now
+        self._poll()
+        self._do(self._transfers.tick(now))
+        self._grant()
+        self._expire()
+        result = self._engine.step()
+        for request in result.admitted:
+            self._accounts[tid_of(request)].started = now
+            self._links.emit(PromptInfo(tid=tid_of(request), cached_tokens=request.num_cached_tokens))
+        for request in result.preempted:
+            self._counters["preempted"] += 1
+            self._end(Preempted(tid=tid_of(request), next_index=request.num_outputs))
+        for progress in result.progress:
+            self._report(progress)
+        self._steps += bool(result.progress)
+        return bool(result.progress)
+
+    def take_outputs(self) -> list[Output]:
+        outputs, self._outputs = [*self._outputs, *self._links.take()], []
+        return outputs
+
+    def _poll(self) -> None:
+        for event in self._peers.poll():
+            if isinstance(event, Landed):
+                self._do(
+                    self._transfers.landed(
+                        event.peer, event.tid, start=event.start, stop=event.stop, now=self._now
+                    )
+                )
+            elif isinstance(event, PeerGone):
+                self._drop(event.peer, event.reason)
+
+    def _grant(self) -> None:
+        """Lease pages to waiting transfers in order of arrival, while what runs keeps its headroom."""
+        for tid in self._transfers.grantable():
+            request = self._incoming[tid]
+            self._cache.attach_prefix(request)
+            missing = self._cache.pages_for(len(request.prompt_ids)) - len(request.pages)
+            try:
+                if missing + self._engine.scheduler.headroom_pages > self._cache.num_available:
+                    raise OutOfPages(wanted=missing, available=self._cache.num_available)
+                pages = self._cache.lease(tid, missing)
+            except OutOfPages:
+                self._cache.release(request)
+                return
+            self._do(
+                self._transfers.granted(
+                    tid, page_ids=pages, skip_tokens=request.num_cached_tokens, now=self._now
+                )
+            )
+
+    def _expire(self) -> None:
+        for tid, account in list(self._accounts.items()):
+            if account.deadline <= self._now and tid not in self._incoming:
+                self._engine.release(tid)
+                self._end(Failed(tid=tid, code=errors.DEADLINE, retryable=False, reason="out of time"))
+
+    def _do(self, actions: list[DecodeAction]) -> None:
+        for action in actions:
+            match action:
+                case Send(peer=peer, message=message):
+                    self._outputs.append(ToPeer(peer=peer, message=message))
+                case Join():
+                    self._join(action)
+                case Fail(tid=tid):
+                    self._counters[f"transfer_failed_{action.code}"] += 1
+                    self._end(
+                        Failed(tid=tid, code=action.code, retryable=action.retryable, reason=action.reason)
+                    )
+                    self._unlease(tid)
+                case Refuse(tid=tid):
+                    self._end(rejected(action))
+                    self._unlease(tid)
+                case HandedOver(tid=tid):
+                    self._end(Finished(tid=tid, reason="handed_over"))
+                    self._unlease(tid)
+                case ReleasePages(tid=tid):
+                    self._cache.release_lease(tid)
+                    self._unlease(tid)
+                case QuarantinePages(tid=tid):
+                    self._counters["quarantined"] += 1
+                    self._cache.quarantine(tid)
+                case ReleaseQuarantine(tid=tid):
+                    self._cache.release_quarantine(tid)
+                case ClosePeer(peer=peer, reason=reason):
+                    self._drop(peer, reason)
+
+    def _unlease(self, tid: TransferId) -> None:
+        """The transfer will not join: let go of the cached prefix it stood on."""
+        request = self._incoming.pop(tid, None)
+        if request is not None:
+            self._cache.release(request)
+
+    def _join(self, action: Join) -> None:
+        request = self._incoming.pop(action.tid)
+        account = self._accounts[action.tid]
+        self._cache.lease_to_request(action.tid, request)
+        request.num_committed = len(request.prompt_ids)
+        wanted = self._engine.proposer.needs.handoff
+        seed = seed_from(action.handoff.tensors, wanted)
+        self._counters["seedless_joins"] += seed is None
+        self._engine.join(request, first_token=action.handoff.first_token, seed=seed)
+        account.started = self._now
+        account.transfer_s = action.transfer_s
+        account.kv_bytes = len(action.page_ids) * self._page_bytes
+        account.transport = self._transport_name(account.peer)
+        self._counters["joined"] += 1
+        self._counters["kv_bytes_received"] += account.kv_bytes
+        self._counters["kv_transfer_seconds"] += action.transfer_s
+
+    def _transport_name(self, peer: Incarnation | None) -> str:
+        agreement = None if peer is None else self._peers.agreement(peer)
+        return "" if agreement is None else agreement.transport
+
+    # reports
+
+    def _report(self, progress: Progress) -> None:
+        request = progress.request
+        tid = tid_of(request)
+        if progress.error:
+            self._end(Failed(tid=tid, code="bad_logits", retryable=False, reason=progress.error))
+            return
+        if progress.tokens:
+            self._links.emit(
+                Tokens(
+                    tid=tid,
+                    first_index=request.num_outputs - len(progress.tokens),
+                    ids=progress.tokens,
+                    logprobs=progress.logprobs,
+                    drafted=progress.num_drafted,
+                    accepted=progress.num_accepted,
+                )
+            )
+        if progress.finish_reason is not None:
+            self._end(self._finished(progress, self._accounts[tid]))
+
+    def _finished(self, progress: Progress, account: _Account) -> Finished:
+        assert progress.finish_reason is not None
+        return Finished(
+            tid=tid_of(progress.request),
+            reason=progress.finish_reason,
+            stop_token_id=progress.stop_token_id,
+            kv_bytes=account.kv_bytes,
+            transport=account.transport,
+            queue_s=account.started - account.submitted,
+            compute_s=self._now - account.started,
+            transfer_s=account.transfer_s,
+            num_steps=progress.request.num_steps,
+        )
+
+    def _end(self, event: Failed | Finished | Preempted | Rejected) -> None:
+        self._accounts.pop(event.tid, None)
+        self._links.emit(event)
+
+    def status(self) -> NodeStatus:
+        problems = self._cache.problems([*self._engine.requests(), *self._incoming.values()])
+        scheduler = self._engine.scheduler
+        return NodeStatus(
+            step=self._steps,
+            load=Load(
+                free_pages=self._cache.num_available,
+                total_pages=self._cache.num_pages,
+                running=scheduler.num_running,
+                waiting=scheduler.num_waiting + len(self._incoming),
+                queued_tokens=scheduler.queued_tokens,
+            ),
+            quarantined_pages=self._cache.num_quarantined,
+            is_draining=self._is_draining,
+            is_idle=not self._accounts and self._transfers.next_deadline is None,
+            integrity="; ".join(problems),
+            counters={**self._engine.counters.as_dict(), **self._counters},
+            peers=self._peers.states(),
+        )

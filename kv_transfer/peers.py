@@ -1,0 +1,73 @@
+"""The peers of one node: who was agreed with, over which transport, and who was refused.
+
+Owns the connections of every transport. Must never know about requests or pages.
+"""
+
+from collections.abc import Mapping
+
+from kv_transfer.geometry import Agreement, negotiate
+from kv_transfer.ids import Incarnation
+from kv_transfer.messages import Hello, Refused
+from kv_transfer.transport import Transport, TransportError, TransportEvent
+
+
+class PeerTable:
+    """Invariant: a peer is agreed exactly while its transport connection is open."""
+
+    def __init__(self, *, ours: Hello, transports: Mapping[str, Transport]) -> None:
+        self._ours = ours
+        self._transports = dict(transports)
+        self._agreed: dict[Incarnation, Agreement] = {}
+        self._refused: dict[Incarnation, Refused] = {}
+
+    @property
+    def ours(self) -> Hello:
+        return self._ours
+
+    def accept(self, theirs: Hello) -> Agreement | Refused:
+        """Compare, connect, remember. A refusal is remembered until that incarnation is gone."""
+        outcome = negotiate(self._ours, theirs)
+        if isinstance(outcome, Agreement):
+            outcome = self._connect(outcome, theirs)
+        if isinstance(outcome, Refused):
+            self._refused[theirs.incarnation] = outcome
+        else:
+            self._agreed[theirs.incarnation] = outcome
+        return outcome
+
+    def refusal(self, peer: Incarnation) -> Refused | None:
+        return self._refused.get(peer)
+
+    def agreement(self, peer: Incarnation) -> Agreement | None:
+        return self._agreed.get(peer)
+
+    def transport(self, peer: Incarnation) -> Transport:
+        """The data plane agreed with a peer; the peer must be connected."""
+        return self._transports[self._agreed[peer].transport]
+
+    def drop(self, peer: Incarnation) -> None:
+        """Tear the connection down: after this nothing of the peer can write here."""
+        agreement = self._agreed.pop(peer, None)
+        if agreement is not None:
+            self._transports[agreement.transport].close_peer(peer)
+
+    def poll(self) -> list[TransportEvent]:
+        return [event for transport in self._transports.values() for event in transport.poll()]
+
+    def states(self) -> dict[str, str]:
+        """Incarnation -> "ready over <transport>" or the refusal, for status and `/ready`."""
+        ready = {str(peer): f"ready over {agreed.transport}" for peer, agreed in self._agreed.items()}
+        refused = {str(peer): f"refused at handshake: {why}" for peer, why in self._refused.items()}
+        return refused | ready
+
+    def close(self) -> None:
+        for transport in self._transports.values():
+            transport.close()
+
+    def _connect(self, agreement: Agreement, theirs: Hello) -> Agreement | Refused:
+        offer = next(offer for offer in theirs.offers if offer.name == agreement.transport)
+        try:
+            self._transports[agreement.transport].connect(theirs.incarnation, offer)
+        except TransportError as error:
+            return Refused(field=f"transport {agreement.transport}", ours="usable", theirs=str(error))
+        return agreement
