@@ -4,8 +4,10 @@ Owns the `Transport` protocol and the values that cross it. Torch-free; must nev
 what a request is in, or how a session is spoken. A transport is called from one thread (the engine's).
 
 Every write settles exactly once, as `WriteDone` or `WriteFailed`, cancelled and torn-down writes too.
-Once settled, the transport reads no local page of it any more. Whether the remote pages can still change
-after `WriteFailed` differs: see each transport's docstring, "Teardown".
+Once settled, the transport reads no local page of it any more, and no remote page changes through it any
+more, with one exception: failures that follow a `PeerGone` of that peer, or our own `close_peer`. Then bytes
+may still be under way, and only the receiver's `close_peer` ends that (each transport's docstring,
+"Teardown", says how). So a writer never calls such a write drained; it drops the peer.
 """
 
 from dataclasses import dataclass, field
@@ -49,7 +51,8 @@ class PoolMemory:
             raise ValueError(f"buffer must be a writable flat view of bytes, got {self.buffer!r}")
         if self.buffer.nbytes != self.page_bytes * self.num_pages:
             raise ValueError(
-                f"buffer must hold {self.num_pages} pages of {self.page_bytes} bytes, got {self.buffer.nbytes}"
+                f"buffer must hold {self.num_pages} pages of {self.page_bytes} bytes, "
+                f"got {self.buffer.nbytes}"
             )
 
     def page(self, page_id: int) -> memoryview:
@@ -126,7 +129,11 @@ class Landed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerGone:
-    """The data connection to this peer broke. The owner must answer with `close_peer`."""
+    """The data connection to this peer broke. The owner must answer with `close_peer`.
+
+    Comes before the WriteFailed of the writes that broke with it. Not every break is noticed by a side
+    that has nothing to write: the session is what tells that a peer died.
+    """
 
     peer: Incarnation
     reason: str
@@ -150,7 +157,10 @@ class Transport(Protocol):
         ...
 
     def connect(self, peer: Incarnation, offer: TransportOffer) -> None:
-        """Both sides call it after Hello. Raises TransportError naming the field that does not fit."""
+        """Both sides call it after Hello. Raises TransportError naming the field that does not fit.
+
+        A peer that is connected must be closed first, also when it is lost.
+        """
         ...
 
     def write(self, peer: Incarnation, tid: TransferId, pages: Ready) -> WriteHandle:
