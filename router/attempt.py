@@ -32,11 +32,21 @@ from wire.work import (
     TransferId,
 )
 
-PAIR_REFUSED = "pair_refused"
 HANDED_OVER = "handed_over"
 
-_PEER_CODES = frozenset({"peer_lost", "peer_gone", "peer_closed", "prefill_failed"})
+_REFUSED_CODES = frozenset({"pair_refused", "incompatible"})
+"""The two nodes do not fit each other and never will."""
+
+_BUSY_CODES = frozenset({"overloaded", "queue_timeout"})
+"""Nothing is wrong but the load."""
+
+_PEER_CODES = frozenset(
+    {"peer_lost", "peer_failed", "peer_cancelled", "prefill_timeout", "reserve_timeout", "no_progress"}
+)
 """Failures that a node reports but its peer caused."""
+
+_NOT_THE_USERS_CODES = _REFUSED_CODES | {"cancelled", "duplicate"}
+"""Reported as final for this tid, but another attempt has another tid; we did not cancel it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +86,19 @@ class Broken:
     blamed: NodeRecord
 
     @property
+    def is_refusal(self) -> bool:
+        """True when no request can ever pass through this pair."""
+        return self.code in _REFUSED_CODES
+
+    @property
+    def is_load(self) -> bool:
+        """True when the nodes only had no room."""
+        return self.cause in ("rejected", "preempted") or self.code in _BUSY_CODES
+
+    @property
     def is_node_fault(self) -> bool:
         """True when the pair, not the request or the load, is to blame."""
-        return self.cause in ("failed", "protocol") and self.is_retryable and self.code != PAIR_REFUSED
+        return self.cause in ("failed", "protocol") and self.is_retryable and not self.is_load
 
 
 class Attempt:
@@ -223,7 +243,7 @@ class Attempt:
                     cause="rejected" if isinstance(event, Rejected) else "failed",
                     code=event.code,
                     reason=event.reason,
-                    retryable=event.retryable or event.code == PAIR_REFUSED,
+                    retryable=event.retryable or event.code in _NOT_THE_USERS_CODES,
                 )
 
     def _break(self, side: str, *, cause: str, code: str, reason: str, retryable: bool) -> None:

@@ -252,6 +252,6 @@ class Dispatcher:
             raise NodeFailed(detail)
         too_often = run.num_failures >= self._config.max_attempts
         if too_often or run.num_preemptions > self._config.max_preemptions:
-            error = NodesBusy if broken.cause in ("rejected", "preempted") else AttemptsExhausted
+            error = NodesBusy if broken.is_load else AttemptsExhausted
             message = f"given up after {run.num_attempts} attempts; last, {detail}"
             raise error(message, retry_after_s=self._config.retry_after_s)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from router.attempt import PAIR_REFUSED, Attempt, Broken, Done, Route
+from router.attempt import Attempt, Broken, Done, Route
 from router.links import NodeLinks
 from router.merge import TokenMerger
 from router.requests import GenerateRequest
@@ -108,7 +108,7 @@ class PairBook:
         entry = self._entries.get(route.key)
         if entry is None:
             return
-        if broken.code == PAIR_REFUSED:
+        if broken.is_refusal:
             self._stop(entry)
             self._set(entry, "refused", broken.reason)
         elif broken.is_node_fault:
@@ -212,7 +212,7 @@ class PairBook:
                 entry.is_suspect.clear()
                 self._set(entry, "ready", "")
                 await entry.is_suspect.wait()
-            elif failure.code == PAIR_REFUSED:
+            elif failure.is_refusal:
                 self._set(entry, "refused", failure.reason)
                 return
             else:
