@@ -1,0 +1,93 @@
+"""A real engine over a tiny random model, as the tests of the loop, nodes and simulation use it."""
+
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import torch
+
+from engine.kv_cache import KvCache
+from engine.layout import PoolSpec, build_layout
+from engine.loaders import LoadedModel, load_model
+from engine.params import SamplingParams
+from engine.pool import PagePool
+from engine.request import Request
+from engine.scheduler import SchedulerLimits
+from speculative.loop import EngineLoop, Progress
+from speculative.null import NullConfig, NullProposer
+from speculative.proposer import Proposer
+from tests.tiny_models import save_tiny
+
+VOCAB_SIZE = 256
+
+
+@cache
+def tiny_folder(family: str = "llama") -> Path:
+    return save_tiny(family, Path(mkdtemp(prefix="paceline-tiny-")) / family)
+
+
+@cache
+def tiny_model(family: str = "llama") -> LoadedModel:
+    return load_model(tiny_folder(family), dtype="float32", device=torch.device("cpu"))
+
+
+def make_engine(
+    proposer: Proposer | None = None,
+    *,
+    family: str = "llama",
+    num_pages: int = 256,
+    page_size: int = 4,
+    chunk_tokens: int = 64,
+    max_running: int = 16,
+) -> EngineLoop:
+    loaded = tiny_model(family)
+    config = loaded.config
+    proposer = proposer or NullProposer(NullConfig())
+    target = PoolSpec(
+        pool="target",
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+    )
+    layout = build_layout(
+        page_size=page_size, dtype="float32", pools=[target, *proposer.needs.draft_kv]
+    )
+    pool = PagePool(layout, num_pages, torch.device("cpu"))
+    pool.storage.view(torch.float32).fill_(1e4)  # what nobody wrote must not be seen
+    return EngineLoop(
+        model=loaded.model,
+        pool=pool,
+        cache=KvCache(num_pages=num_pages, page_size=page_size, fingerprint="tiny"),
+        proposer=proposer,
+        limits=SchedulerLimits(max_running=max_running, chunk_tokens=chunk_tokens),
+    )
+
+
+def make_request(key: str, prompt: list[int], **sampling: object) -> Request:
+    params = {"seed": 0, "max_tokens": 12, "temperature": 0.0, **sampling}
+    return Request(
+        key=key,
+        prompt_ids=tuple(prompt),
+        num_prompt_tokens=len(prompt),
+        sampling=SamplingParams(**params),  # type: ignore[arg-type]
+    )
+
+
+def run(engine: EngineLoop, requests: list[Request]) -> dict[str, list[Progress]]:
+    """Everything each request went through, until the engine is empty; pages must come back."""
+    for request in requests:
+        engine.add(request)
+    history: dict[str, list[Progress]] = {str(request.key): [] for request in requests}
+    for _ in range(10_000):
+        if not engine.requests():
+            break
+        for progress in engine.step().progress:
+            history[str(progress.request.key)].append(progress)
+        assert engine.cache.problems(engine.requests()) == []
+    assert not engine.requests(), "the engine does not come to an end"
+    assert engine.cache.num_available == engine.cache.num_pages
+    return history
+
+
+def tokens_of(history: list[Progress]) -> list[int]:
+    return [token for progress in history for token in progress.tokens]
