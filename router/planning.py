@@ -6,7 +6,7 @@ Owns the rules both front ends share. Must never know HTTP, gRPC or JSON.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from router.errors import BadRequest, ContextTooLong
+from router.errors import BadRequest, ContextTooLong, NoReadyPair
 from router.requests import GenerateRequest, SamplingParams
 from router.text.stops import MAX_STOP_CHARS, MAX_STOPS
 
@@ -16,9 +16,13 @@ MAX_STOP_TOKEN_IDS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What the router must know of the served model; the nodes' word where they gave it."""
+    """What the router must know of the served model; the nodes' word where they gave it.
+
+    `node_model` is the name nodes go by, "" when any will do. `max_model_len` 0: not known yet.
+    """
 
     name: str
+    node_model: str
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
@@ -98,7 +102,7 @@ class Planner:
         request = GenerateRequest(
             prompt_ids=prompt_ids,
             sampling=sampling,
-            model=facts.name,
+            model=facts.node_model,
             label=label.name,
             priority=label.priority,
             cache_salt=label.cache_salt,
@@ -148,6 +152,8 @@ def _check_stops(options: SamplingOptions) -> None:
 def _max_tokens(num_prompt: int, options: SamplingOptions, facts: ModelFacts, *, param: str) -> int:
     """The user's cap, else all the room the model has left."""
     limit = facts.max_model_len
+    if limit <= 0:
+        raise NoReadyPair("no node has told the model's limits yet", retry_after_s=1.0)
     if num_prompt >= limit:
         raise ContextTooLong(
             f"{param} has {num_prompt} tokens, but this model takes at most {limit} tokens "

@@ -25,7 +25,7 @@ def decode_object(body: bytes) -> dict[str, Any]:
 
 
 def refuse(field: str, rule: str, value: object) -> BadRequest:
-    """The complaint that `field` breaks `rule`; the caller raises it. `param` is the outermost field."""
+    """The complaint that `field` breaks `rule`; the caller raises it."""
     return BadRequest(f"{field} must be {rule}, got {shown(value)}", param=field)
 
 

@@ -44,7 +44,7 @@ class ChatTemplate:
         return cls(source, special_tokens=special_tokens, local_time=local_time)
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None) -> str:
-        """The prompt, open for the assistant's turn. Raises TemplateFailed; ValueError on a reserved option."""
+        """The prompt, open for the assistant. Raises TemplateFailed; ValueError on a reserved option."""
         options = options or {}
         if reserved := sorted(_RESERVED & options.keys()):
             raise ValueError(f"chat_template_kwargs must not set {reserved[0]!r}")

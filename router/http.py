@@ -1,0 +1,204 @@
+"""The HTTP front end: the OpenAI endpoints, and what operators ask.
+
+Owns routes. Must never know nodes; what it serves comes through `FrontDoor` and `Operations`.
+"""
+
+import hmac
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from router.errors import BadApiKey, ModelNotFound, RouterError
+from router.http_edge import (
+    ClientGone,
+    EventStream,
+    JsonResponse,
+    RequestIds,
+    client_gone_response,
+    error_body,
+    error_response,
+    read_body,
+    request_label,
+    until_disconnect,
+)
+from router.openai.answers import Answers, Origin
+from router.openai.exchange import Exchange
+from router.openai.fields import decode_object
+from router.openai.requests import read_chat, read_completion
+from router.planning import Label
+from router.served import ServedModel
+
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+Prepare = Callable[[Mapping[str, Any], Origin], Awaitable[tuple[Exchange, bool]]]
+
+
+class Operations(Protocol):
+    """What operators may ask of the router."""
+
+    def report(self) -> dict[str, Any]:
+        """Pairs and nodes with their states; `ready` says whether users can be served."""
+        ...
+
+    def metrics(self) -> bytes:
+        """Prometheus text."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpOptions:
+    """`api_key` "" lets everybody in."""
+
+    version: str
+    max_body_bytes: int
+    api_key: str = ""
+
+
+class HttpFrontEnd:
+    """Every answer that is not a stream or metrics is JSON; every error has the OpenAI shape."""
+
+    def __init__(
+        self,
+        answers: Answers,
+        *,
+        served: ServedModel,
+        operations: Operations,
+        options: HttpOptions,
+        created: int,
+    ) -> None:
+        self._answers = answers
+        self._served = served
+        self._operations = operations
+        self._options = options
+        self._created = created
+
+    def app(self, new_id: Callable[[], str]) -> Starlette:
+        """The ASGI application."""
+        routes = [
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{model:path}", self.model),
+            Route("/metrics", self.metrics),
+            Route("/version", self.version),
+            *(Route(path, self.live) for path in ("/live", "/livez", "/liveness")),
+            *(Route(path, self.ready) for path in ("/ready", "/readyz", "/readiness")),
+            *(Route(path, self.health) for path in ("/health", "/healthz")),
+        ]
+        app = Starlette(
+            routes=routes,
+            middleware=[Middleware(RequestIds, new_id)],
+            exception_handlers={
+                RouterError: _on_router_error,
+                HTTPException: _on_http_error,
+                Exception: _on_any_error,
+            },
+        )
+        app.router.redirect_slashes = False
+        return app
+
+    async def completions(self, request: Request) -> Response:
+        async def prepare(body: Mapping[str, Any], origin: Origin) -> tuple[Exchange, bool]:
+            asked = read_completion(body)
+            return await self._answers.completion(asked, origin), asked.wishes.is_stream
+
+        return await self._answer(request, prepare)
+
+    async def chat(self, request: Request) -> Response:
+        async def prepare(body: Mapping[str, Any], origin: Origin) -> tuple[Exchange, bool]:
+            asked = read_chat(body)
+            return await self._answers.chat(asked, origin), asked.wishes.is_stream
+
+        return await self._answer(request, prepare)
+
+    async def models(self, request: Request) -> Response:
+        self._authorise(request)
+        return JsonResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        self._authorise(request)
+        asked, name = request.path_params["model"], self._served.name
+        if asked != name:
+            raise ModelNotFound(f"model must be {name!r}, got {asked!r}", param="model")
+        return JsonResponse(self._model())
+
+    async def live(self, _request: Request) -> Response:
+        return JsonResponse({"status": "ok"})
+
+    async def ready(self, _request: Request) -> Response:
+        report = self._operations.report()
+        return JsonResponse(report, status_code=200 if report["ready"] else 503)
+
+    async def health(self, _request: Request) -> Response:
+        is_ready = self._operations.report()["ready"]
+        status = "ok" if is_ready else "unavailable"
+        return JsonResponse({"status": status}, status_code=200 if is_ready else 503)
+
+    async def metrics(self, _request: Request) -> Response:
+        return Response(self._operations.metrics(), media_type=_METRICS_TYPE)
+
+    async def version(self, _request: Request) -> Response:
+        return JsonResponse({"version": self._options.version})
+
+    async def _answer(self, request: Request, prepare: Prepare) -> Response:
+        self._authorise(request)
+        try:
+            body = decode_object(await read_body(request, max_bytes=self._options.max_body_bytes))
+            exchange, is_stream = await prepare(body, _origin(request))
+            if is_stream:
+                return EventStream(exchange.stream)
+            return JsonResponse(await until_disconnect(request.receive, exchange.body()))
+        except ClientGone:
+            return client_gone_response()
+
+    def _model(self) -> dict[str, Any]:
+        facts = self._served.facts(None)
+        return {
+            "id": facts.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "paceline",
+            "max_model_len": facts.max_model_len or None,
+        }
+
+    def _authorise(self, request: Request) -> None:
+        if not self._options.api_key:
+            return
+        kind, _, key = request.headers.get("authorization", "").partition(" ")
+        is_bearer = kind.lower() == "bearer"
+        if not is_bearer or not hmac.compare_digest(key.strip().encode(), self._options.api_key.encode()):
+            raise BadApiKey("the Authorization header must carry this router's API key as a bearer token")
+
+
+def _origin(request: Request) -> Origin:
+    headers = request.headers
+    label = Label(name=request_label(request), trace_context=headers.get("traceparent", ""))
+    return Origin(label=label, is_debug=headers.get("x-paceline-debug") == "1")
+
+
+def _on_router_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, RouterError)
+    return error_response(error)
+
+
+def _on_http_error(request: Request, error: Exception) -> Response:
+    """Unknown paths and methods, found by the routing."""
+    assert isinstance(error, HTTPException)
+    named = RouterError(f"{request.method} {request.url.path}: {error.detail}", code="not_found")
+    if error.status_code == 405:
+        named = RouterError(f"{request.url.path} does not take {request.method}", code="method_not_allowed")
+    body = error_body(named)
+    body["error"]["type"] = "invalid_request_error"
+    return JsonResponse(body, status_code=error.status_code, headers=error.headers)
+
+
+def _on_any_error(_request: Request, _error: Exception) -> Response:
+    """The server logs the exception; the client learns nothing about our insides."""
+    return error_response(RouterError("internal error"))

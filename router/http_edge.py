@@ -1,0 +1,192 @@
+"""The edge between HTTP and everything else: bodies in, errors and event streams out, clients that leave.
+
+Owns status codes, headers and disconnects. Must never know what a request means.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from router.errors import BadRequest, BodyTooLarge, RouterError
+from router.openai.exchange import sse
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Produce = Callable[[Callable[[bytes], Awaitable[None]]], Coroutine[Any, Any, None]]
+
+_MAX_LABEL_CHARS = 128
+_CLIENT_GONE_STATUS = 499
+
+
+class UnsupportedMediaType(BadRequest):
+    http_status = 415
+    default_code = "unsupported_media_type"
+
+
+class ClientGone(Exception):
+    """The client closed its connection; nobody reads an answer any more."""
+
+
+class JsonResponse(Response):
+    """JSON by msgspec."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return msgspec.json.encode(content)
+
+
+def error_body(error: RouterError) -> dict[str, Any]:
+    """The OpenAI error shape."""
+    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+
+
+def error_response(error: RouterError) -> Response:
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    return JsonResponse(error_body(error), status_code=error.http_status, headers=headers)
+
+
+def client_gone_response() -> Response:
+    """For the server's own books: it reaches nobody."""
+    return Response(status_code=_CLIENT_GONE_STATUS)
+
+
+async def read_body(request: Request, *, max_bytes: int) -> bytes:
+    """A JSON body. Raises UnsupportedMediaType, BodyTooLarge or ClientGone; reads no more than it must."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type and media_type != "application/json" and not media_type.endswith("+json"):
+        raise UnsupportedMediaType(f"content-type must be application/json, got {media_type!r}")
+    declared = request.headers.get("content-length", "")
+    too_large = BodyTooLarge(f"the body must have at most {max_bytes} bytes")
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise too_large
+    chunks: list[bytes] = []
+    num_bytes = 0
+    try:
+        async for chunk in request.stream():
+            num_bytes += len(chunk)
+            if num_bytes > max_bytes:
+                raise too_large
+            chunks.append(chunk)
+    except ClientDisconnect:
+        raise ClientGone from None
+    return b"".join(chunks)
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled as soon as the client leaves; then raises ClientGone.
+
+    The request body must have been read before. What `work` raises comes through as it is.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            watcher = group.create_task(_watch(receive))
+            try:
+                return await work
+            finally:
+                watcher.cancel()
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+async def _watch(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    raise ClientGone
+
+
+class EventStream(Response):
+    """Server-sent events. The status line waits for the first event, so an early refusal has its own status.
+
+    A failure after that becomes an error event, and the stream ends without `[DONE]`.
+    """
+
+    def __init__(self, produce: Produce) -> None:
+        super().__init__(media_type="text/event-stream")
+        self.headers["cache-control"] = "no-cache"
+        self.headers["x-accel-buffering"] = "no"
+        del self.headers["content-length"]
+        self._produce = produce
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        stream = _Stream(send, headers=self.raw_headers)
+        try:
+            await until_disconnect(receive, self._produce(stream.send))
+        except ClientGone:
+            return
+        except RouterError as error:
+            await self._fail(error, stream, scope, receive=receive, send=send)
+        except Exception:
+            logger.exception("a stream failed")
+            error = RouterError("internal error")
+            await self._fail(error, stream, scope, receive=receive, send=send)
+        else:
+            await stream.close()
+
+    async def _fail(
+        self, error: RouterError, stream: "_Stream", scope: Scope, *, receive: Receive, send: Send
+    ) -> None:
+        if not stream.is_open:
+            await error_response(error)(scope, receive, send)
+            return
+        await stream.send(sse(error_body(error)))
+        await stream.close()
+
+
+class _Stream:
+    """A response body that begins with its first bytes."""
+
+    def __init__(self, send: Send, *, headers: list[tuple[bytes, bytes]]) -> None:
+        self._send = send
+        self._headers = headers
+        self.is_open = False
+
+    async def send(self, data: bytes) -> None:
+        if not self.is_open:
+            self.is_open = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def close(self) -> None:
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class RequestIds:
+    """Answers every request with an `x-request-id`: the client's, where it is one, else a new one.
+
+    It is a label for people and logs; `request_label` reads it. Nothing inside is keyed by it.
+    """
+
+    def __init__(self, app: ASGIApp, new_id: Callable[[], str]) -> None:
+        self._app = app
+        self._new_id = new_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+        is_label = given.isascii() and given.isprintable() and 0 < len(given) <= _MAX_LABEL_CHARS
+        label = given if is_label else self._new_id()
+        scope["paceline.request_id"] = label
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", []), (b"x-request-id", label.encode())]
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+def request_label(request: Request) -> str:
+    return str(request.scope["paceline.request_id"])

@@ -1,0 +1,168 @@
+"""One accepted request and its answer, whole or as server-sent events.
+
+Owns the choices of one request and the order of their chunks. Must never know sockets: the caller sends.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from router.errors import RouterError
+from router.generation import Ended, Generation, TextDelta
+from router.openai.shapes import Envelope, Json, Shape, extension, joined, usage
+
+Send = Callable[[bytes], Awaitable[None]]
+Emit = Callable[[int, TextDelta | Ended], Awaitable[None]]
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manner:
+    """How the answer is to be given."""
+
+    object_name: str
+    chunk_name: str
+    wants_usage: bool = False
+    is_debug: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One generation and how it is shown."""
+
+    generation: Generation
+    shape: Shape
+
+
+class Exchange:
+    """Runs the choices of one request. Cancelling the caller closes every generation at once.
+
+    Choice i belongs to prompt i // n.
+    """
+
+    def __init__(
+        self, choices: Sequence[Choice], *, envelope: Envelope, manner: Manner, prompt_lens: Sequence[int]
+    ) -> None:
+        self._choices = tuple(choices)
+        self._envelope = envelope
+        self._manner = manner
+        self._prompt_lens = tuple(prompt_lens)
+        self._ends: dict[int, Ended] = {}
+
+    async def body(self) -> Json:
+        """The whole answer. Raises RouterError."""
+        deltas: list[list[TextDelta]] = [[] for _ in self._choices]
+
+        async def collect(index: int, item: TextDelta | Ended) -> None:
+            if isinstance(item, Ended):
+                self._ends[index] = item
+            else:
+                deltas[index].append(item)
+
+        await self._run(collect)
+        choices = [
+            choice.shape.whole(joined(deltas[index]), self._ends[index].reason)
+            for index, choice in enumerate(self._choices)
+        ]
+        return {
+            **self._root(self._manner.object_name, choices),
+            "usage": self._usage(),
+            **extension(self._ends),
+        }
+
+    async def stream(self, send: Send) -> None:
+        """Sends every event, `[DONE]` last. After a RouterError nothing may follow but the error."""
+        lock = asyncio.Lock()
+        opened: set[int] = set()
+
+        async def forward(index: int, item: TextDelta | Ended) -> None:
+            async with lock:
+                data = b"" if index in opened else self._opening(index)
+                opened.add(index)
+                data += self._closing(index, item) if isinstance(item, Ended) else self._delta(index, item)
+                if data:
+                    await send(data)
+
+        await self._run(forward)
+        await send(self._last())
+
+    async def _run(self, emit: Emit) -> None:
+        if len(self._choices) == 1:
+            await _pump(0, self._choices[0].generation, emit)
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index, choice in enumerate(self._choices):
+                    group.create_task(_pump(index, choice.generation, emit))
+        except* RouterError as errors:
+            failed = errors
+        else:
+            return
+        raise _first(failed)
+
+    def _opening(self, index: int) -> bytes:
+        choice = self._choices[index].shape.opening()
+        return b"" if choice is None else self._event([choice])
+
+    def _delta(self, index: int, delta: TextDelta) -> bytes:
+        """Tokens whose text is not definite yet make no chunk, unless the client asked for more than text."""
+        envelope, is_debug = self._envelope, self._manner.is_debug
+        is_wanted = delta.ids and (envelope.num_top is not None or envelope.wants_token_ids or is_debug)
+        if not delta.text and not is_wanted:
+            return b""
+        debug = {"paceline": {"accepted": delta.accepted, "ids": len(delta.ids)}} if is_debug else {}
+        return self._event([self._choices[index].shape.chunk(delta)], debug)
+
+    def _closing(self, index: int, end: Ended) -> bytes:
+        self._ends[index] = end
+        is_last = len(self._ends) == len(self._choices) and not self._manner.wants_usage
+        extra = extension(self._ends) if is_last else {}
+        return self._event([self._choices[index].shape.closing(end.reason)], extra)
+
+    def _last(self) -> bytes:
+        if not self._manner.wants_usage:
+            return DONE
+        return self._event([], {"usage": self._usage(), **extension(self._ends)}) + DONE
+
+    def _event(self, choices: list[Json], extra: Mapping[str, Any] | None = None) -> bytes:
+        root = self._root(self._manner.chunk_name, choices)
+        if self._manner.wants_usage:
+            root["usage"] = None
+        if extra:
+            root.update(extra)
+        return sse(root)
+
+    def _root(self, object_name: str, choices: list[Json]) -> Json:
+        return {
+            "id": self._envelope.answer_id,
+            "object": object_name,
+            "created": self._envelope.created,
+            "model": self._envelope.model,
+            "choices": choices,
+        }
+
+    def _usage(self) -> Json:
+        return usage(self._prompt_lens, self._ends, n=len(self._choices) // len(self._prompt_lens))
+
+
+def sse(value: Json) -> bytes:
+    """One server-sent event."""
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+async def _pump(index: int, generation: Generation, emit: Emit) -> None:
+    async with aclosing(generation.run()) as items:
+        async for item in items:
+            await emit(index, item)
+
+
+def _first(errors: BaseExceptionGroup[RouterError]) -> BaseException:
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,64 @@
+"""Log-probabilities as the two endpoints show them. Knows how a token looks, not why it was drawn."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from router.requests import TokenLogprob
+from router.text.tokenizer import Tokenizer
+
+_LOWEST = -9999.0
+"""JSON has no minus infinity; this is what OpenAI sends in its place."""
+
+
+def chat_content(
+    ids: Sequence[int], logprobs: Sequence[TokenLogprob], *, tokenizer: Tokenizer, num_top: int
+) -> list[dict[str, Any]]:
+    """`choices[].logprobs.content`: one entry a token, with its `num_top` rivals."""
+    return [
+        {
+            **_entry(token_id, logprob.logprob, tokenizer),
+            "top_logprobs": [_entry(other, value, tokenizer) for other, value in logprob.top[:num_top]],
+        }
+        for token_id, logprob in zip(ids, logprobs, strict=True)
+    ]
+
+
+class CompletionLogprobs:
+    """`choices[].logprobs` of /v1/completions; counts the text offset through the chunks of one choice."""
+
+    def __init__(self, *, tokenizer: Tokenizer, num_top: int) -> None:
+        self._tokenizer = tokenizer
+        self._num_top = num_top
+        self._offset = 0
+
+    def block(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """The next tokens. `top_logprobs` holds the chosen token too, so up to one more than asked."""
+        tokens = [self._tokenizer.token_text(token_id) for token_id in ids]
+        offsets: list[int] = []
+        for token in tokens:
+            offsets.append(self._offset)
+            self._offset += len(token)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [_finite(logprob.logprob) for logprob in logprobs],
+            "top_logprobs": [
+                self._top(token, logprob) for token, logprob in zip(tokens, logprobs, strict=True)
+            ],
+            "text_offset": offsets,
+        }
+
+    def _top(self, token: str, logprob: TokenLogprob) -> dict[str, float]:
+        top: dict[str, float] = {}
+        for other, value in logprob.top[: self._num_top]:
+            top.setdefault(self._tokenizer.token_text(other), _finite(value))
+        top.setdefault(token, _finite(logprob.logprob))
+        return top
+
+
+def _entry(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
+    raw = tokenizer.token_bytes(token_id)
+    return {"token": raw.decode("utf-8", "replace"), "logprob": _finite(logprob), "bytes": list(raw)}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LOWEST)

@@ -1,0 +1,179 @@
+"""A dispatcher that replays scripted token ids, and a front door around it: no nodes, no network."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.applications import Starlette
+
+from router.errors import RouterError
+from router.front_door import FrontDoor
+from router.http import HttpFrontEnd, HttpOptions
+from router.openai.answers import Answers
+from router.planning import Planner
+from router.requests import Delta, GenerateRequest, Outcome, Timings, TokenLogprob
+from router.served import ServedModel
+from router.text.model_text import ModelText
+from wire.records import NodeRecord
+
+MODEL = "smol"
+MAX_MODEL_LEN = 512
+
+
+def outcome(reason: str, num_tokens: int, **changes: Any) -> Outcome:
+    values: dict[str, Any] = {
+        "reason": reason,
+        "stop_token_id": None,
+        "cached_tokens": 3,
+        "num_output_tokens": num_tokens,
+        "num_steps": num_tokens,
+        "drafted": 0,
+        "accepted": 0,
+        "kv_bytes": 4096,
+        "transport": "memory",
+        "timings": Timings(ttft_s=0.25),
+        "prefill_node": "p:1",
+        "decode_node": "d:1",
+        "attempts": 1,
+    }
+    return Outcome(**values | changes)
+
+
+@dataclass
+class FakeDispatcher:
+    """Answers every request with `script`, cut as nodes would: at max_tokens and after a stop token.
+
+    rounds: how many tokens each delta carries in turn, the last one repeating; all but one were drafts.
+    fail_after: after that many tokens raise `error`. stall_after: after that many tokens wait for ever.
+    """
+
+    script: Sequence[int] = ()
+    script_for: Callable[[GenerateRequest], Sequence[int]] | None = None
+    rounds: Sequence[int] = (1,)
+    error: RouterError | None = None
+    fail_after: int = 0
+    stall_after: int | None = None
+    requests: list[GenerateRequest] = field(default_factory=list)
+    num_open: int = 0
+    num_closed_early: int = 0
+    num_produced: int = 0
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta | Outcome]:
+        self.requests.append(request)
+        self.num_open += 1
+        is_over = False
+        try:
+            async for item in self._items(request):
+                yield item
+            is_over = True
+        except RouterError:
+            is_over = True
+            raise
+        finally:
+            self.num_open -= 1
+            self.num_closed_early += not is_over
+
+    async def _items(self, request: GenerateRequest) -> AsyncGenerator[Delta | Outcome]:
+        script = self.script if self.script_for is None else self.script_for(request)
+        ids, reason = as_nodes_would_cut(script, request)
+        sent = turn = 0
+        while sent < len(ids):
+            await asyncio.sleep(0)
+            await self._maybe_break(sent)
+            width = self.rounds[min(turn, len(self.rounds) - 1)]
+            turn += 1
+            delta = self._delta(request, sent, ids[sent : sent + width])
+            sent += len(delta.ids)
+            self.num_produced += len(delta.ids)
+            yield delta
+        await self._maybe_break(sent)
+        yield outcome(reason, len(ids))
+
+    async def _maybe_break(self, sent: int) -> None:
+        if self.error is not None and sent >= self.fail_after:
+            raise self.error
+        if self.stall_after is not None and sent >= self.stall_after:
+            await asyncio.Event().wait()
+
+    def _delta(self, request: GenerateRequest, first: int, ids: Sequence[int]) -> Delta:
+        logprobs = None
+        if request.sampling.logprobs is not None:
+            top = request.sampling.logprobs
+            logprobs = tuple(
+                TokenLogprob(-0.5, tuple((token_id + k, -0.5 - k) for k in range(top))) for token_id in ids
+            )
+        drafts = len(ids) - 1
+        return Delta(
+            first_index=first, ids=tuple(ids), logprobs=logprobs, drafted=2 * drafts, accepted=drafts
+        )
+
+
+def as_nodes_would_cut(script: Sequence[int], request: GenerateRequest) -> tuple[Sequence[int], str]:
+    """Token ids up to the cap or the stop token, and the reason."""
+    sampling = request.sampling
+    for index, token_id in enumerate(script[: sampling.max_tokens]):
+        if token_id in sampling.stop_token_ids and index >= sampling.min_tokens:
+            return script[: index + 1], "stop"
+    return script[: sampling.max_tokens], "length"
+
+
+@dataclass
+class FakeRecords:
+    records: Sequence[NodeRecord] = ()
+
+    def snapshot(self) -> Sequence[NodeRecord]:
+        return self.records
+
+
+def record(**changes: Any) -> NodeRecord:
+    values: dict[str, Any] = {
+        "role": "decode",
+        "address": "d:1",
+        "incarnation": "d1",
+        "model": MODEL,
+        "layout": "x",
+        "page_size": 16,
+        "max_model_len": MAX_MODEL_LEN,
+        "vocab_size": 49152,
+        "transports": ("memory",),
+        "eos_token_ids": (2,),
+    }
+    return NodeRecord(**values | changes)
+
+
+@dataclass
+class FakeOperations:
+    is_ready: bool = True
+
+    def report(self) -> dict[str, Any]:
+        return {"ready": self.is_ready, "pairs": [], "nodes": []}
+
+    def metrics(self) -> bytes:
+        return b"paceline_router_requests_total 1.0\n"
+
+
+def front_door(dispatcher: FakeDispatcher, text: ModelText) -> FrontDoor:
+    seeds = iter(range(1000, 10**6))
+    return FrontDoor(
+        dispatcher,
+        text=text,
+        served=ServedModel(alias="", folder_name="x", text=text, records=FakeRecords([record()])),
+        planner=Planner(mint_seed=lambda: next(seeds)),
+        clock=lambda: 0.0,
+    )
+
+
+def http_app(dispatcher: FakeDispatcher, text: ModelText, **options: Any) -> Starlette:
+    """The HTTP application on a fake dispatcher."""
+    door = front_door(dispatcher, text)
+    ids = iter(range(10**6))
+    answers = Answers(door, new_id=lambda: f"id{next(ids)}", wall_clock=lambda: 1700000000.5)
+    front = HttpFrontEnd(
+        answers,
+        served=door.served,
+        operations=options.pop("operations", FakeOperations()),
+        options=HttpOptions(**{"version": "1.2.3", "max_body_bytes": 100_000} | options),
+        created=1700000000,
+    )
+    return front.app(lambda: f"req{next(ids)}")
