@@ -16,10 +16,11 @@ from cyclopts import App, Parameter
 from decode_node.config import DecodeConfig
 from deploy.config import ChatConfig, UpConfig
 from deploy.errors import DeployError
-from deploy.settings import CONFIG_FLAG, from_environment, from_file
+from deploy.settings import CONFIG_FLAG, PREFIX, Environment, File
 from prefill_node.config import PrefillConfig
 from router.config import RouterConfig
 
+TABLES = frozenset({"prefill", "decode", "router", "up", "chat"})
 Flat = Parameter(name="*")
 ConfigFile = Annotated[Path | None, Parameter(name=CONFIG_FLAG)]
 
@@ -27,12 +28,12 @@ app = App(
     name="paceline",
     help=(
         "Serve a language model from prefill nodes, decode nodes and a router.\n\n"
-        "Every flag of a command is also an environment variable (PACELINE_<COMMAND>_<FLAG>) and a key "
-        "in the command's table of a TOML file (--config). A flag wins over the environment, the "
-        "environment over the file, the file over the default."
+        "Every flag of a command is also an environment variable and a key in the command's table of a "
+        "TOML file (--config FILE): --page-size, PACELINE_DECODE_PAGE_SIZE, page_size in [decode]. "
+        "A flag wins over the environment, the environment over the file, the file over the default."
     ),
     version_flags=["--version"],
-    config=[from_environment, from_file],
+    config=[Environment(PREFIX), File(TABLES)],
 )
 app.command("bench.cli:app", name="bench", help="Measure a cluster, or any OpenAI server.")
 

@@ -36,6 +36,7 @@ class Answer:
     ttft_s: float = 0.0
     total_s: float = 0.0
     details: dict[str, Any] = field(default_factory=dict)
+    """What Paceline adds to the last chunk: kv_bytes, transport, speculative_decoding and more."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -44,10 +45,9 @@ class Answer:
         return (self.num_output_tokens - 1) / decoding_s if decoding_s > 0 else 0.0
 
     @property
-    def mean_acceptance_length(self) -> float | None:
-        """Tokens per verify round, the first token (which prefill draws) aside. None when not told."""
-        rounds = int(self.details.get("num_steps", 0))
-        return (self.num_output_tokens - 1) / rounds if rounds else None
+    def speculation(self) -> dict[str, Any]:
+        """Counts of drafting and verifying; empty when not told."""
+        return dict(self.details.get("speculative_decoding", {}))
 
 
 class ChatClient:
@@ -110,6 +110,7 @@ def _take(line: str, answer: Answer) -> list[Delta]:
     answer.num_output_tokens = usage.get("completion_tokens", answer.num_output_tokens)
     debug = chunk.get("paceline") or {}
     answer.details.update({key: value for key, value in debug.items() if key not in {"accepted", "ids"}})
+    answer.details.update(chunk.get("metrics") or {})
     deltas = []
     for choice in chunk.get("choices", ()):
         answer.finish_reason = choice.get("finish_reason") or answer.finish_reason

@@ -29,7 +29,7 @@ class UpConfig:
     port: int = 8000
     """Port of the router's HTTP server; 0 takes a free one."""
 
-    grpc_port: int = 8001
+    grpc_port: int = 50051
     """Port of the router's gRPC server; 0 takes a free one."""
 
     registry: str = ""

@@ -112,7 +112,11 @@ class _Commands:
             "--grpc-port": f"{grpc_port}",
             "--registry": self.registry_url,
             "--model": f"{self.model}",
+            "--min-prefill": f"{self.config.prefill}",
+            "--min-decode": f"{self.config.decode}",
         }
+        if not self.config.prefill:
+            options["--colocated"] = "true"
         return self._paceline("router", "router", options, {})
 
     def _node(self, role: str, index: int) -> Command:

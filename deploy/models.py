@@ -50,9 +50,7 @@ def convert(gguf: Path, folder: Path, *, report: Report = print) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        convert_gguf(gguf, unfinished, progress=_Tenths(report))
-        unfinished.chmod(0o755)
-        _put(unfinished, folder)
+        _put(convert_gguf(gguf, unfinished / folder.name, progress=_Tenths(report)), folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

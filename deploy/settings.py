@@ -5,6 +5,7 @@ Owns the lookup order and the refusal of unknown names. Must never know what a s
 
 import os
 import tomllib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +20,35 @@ class UnknownSetting(ValueError):
     """A name in the environment or the file that no flag answers to."""
 
 
-def from_environment(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Fill what flags left open from PACELINE_<COMMAND>_<FLAG>. Raises UnknownSetting."""
-    prefix = PREFIX + "".join(f"{command.upper()}_" for command in commands)
-    known = {prefix + variable(argument.name) for argument in arguments if argument.name.startswith("--")}
-    unknown = sorted(name for name in os.environ if name.startswith(prefix) and name not in known)
-    if commands and unknown:
-        raise UnknownSetting(f"unknown environment variable {', '.join(unknown)}")
-    Env(PREFIX)(app, commands, arguments)
+class Environment(Env):
+    """PACELINE_<COMMAND>_<FLAG>, for what flags left open."""
+
+    def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+        """Fill the arguments. Raises UnknownSetting."""
+        prefix = self.prefix + "".join(f"{command.upper()}_" for command in commands)
+        known = {prefix + variable(argument.name) for argument in arguments if argument.name.startswith("--")}
+        unknown = sorted(name for name in os.environ if name.startswith(prefix) and name not in known)
+        if commands and unknown:
+            raise UnknownSetting(f"unknown environment variable {', '.join(unknown)}")
+        super().__call__(app, commands, arguments)
 
 
-def from_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Fill what is still open from the command's table in the --config file. Raises UnknownSetting."""
-    path = _config_path(arguments)
-    if path is None or not commands:
-        return
-    document = read_file(path)
-    known = set(app.app_stack.stack[0][0])
-    unknown = sorted(name for name in document if name not in known)
-    if unknown:
-        raise UnknownSetting(f"unknown table [{unknown[0]}] in {path}")
-    Dict(document, source=str(path))(app, commands, arguments)
+@dataclass(frozen=True, slots=True)
+class File:
+    """The command's table in the --config file, for what is still open. `tables` are those that may be there."""
+
+    tables: frozenset[str]
+
+    def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+        """Fill the arguments. Raises UnknownSetting."""
+        path = _config_path(arguments)
+        if path is None:
+            return
+        document = read_file(path)
+        for name in document:
+            if name not in self.tables:
+                raise UnknownSetting(f"unknown table [{name}] in {path}")
+        Dict(document, source=str(path))(app, commands, arguments)
 
 
 def read_file(path: Path) -> dict[str, Any]:

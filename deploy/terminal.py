@@ -64,21 +64,20 @@ def split(delta: Delta) -> tuple[str, str]:
 
 def facts(answer: Answer) -> list[tuple[str, str]]:
     """Name and value of everything the summary shows."""
-    length = answer.mean_acceptance_length
     found = [
         ("prompt", f"{answer.num_prompt_tokens} tokens"),
         ("answer", f"{answer.num_output_tokens} tokens, ended by {answer.finish_reason or 'nothing'}"),
         ("time to first token", f"{answer.ttft_s * 1e3:.0f} ms"),
         ("speed after it", f"{answer.tokens_per_s:.1f} tokens/s"),
     ]
-    if "kv_bytes" in answer.details:
+    if answer.details.get("kv_bytes") is not None:
         transport = answer.details.get("transport") or "no transport"
         found.append(("KV cache moved", f"{bytes_text(int(answer.details['kv_bytes']))} by {transport}"))
-    if length is not None:
-        accepted, drafted = (answer.details.get(name, 0) for name in ("total_accepted", "total_drafted"))
-        found.append(("mean acceptance length", f"{length:.2f} tokens per round"))
-        if drafted:
-            found.append(("drafts accepted", f"{accepted} of {drafted}"))
+    if speculation := answer.speculation:
+        rounds, length = speculation["num_spec_steps"], speculation["mean_acceptance_length"]
+        accepted, drafted = speculation["num_accepted"], speculation["num_drafted"]
+        found.append(("mean acceptance length", f"{length:.2f} tokens in each of {rounds} drafted rounds"))
+        found.append(("drafts accepted", f"{accepted} of {drafted}"))
     return found
 
 

@@ -78,7 +78,7 @@ def test_one_file_serves_every_process(tmp_path: Path) -> None:
         (("--config", "nowhere.toml"), {}, "", "config must be a readable file, got 'nowhere.toml'"),
     ],
 )
-def test_what_means_nothing_is_refused_by_name_with_status_2_and_no_traceback(
+def test_what_means_nothing_is_refused_by_name_and_without_a_traceback(
     tmp_path: Path,
     words: tuple[str, ...],
     environment: dict[str, str],

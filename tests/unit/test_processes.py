@@ -36,6 +36,13 @@ def until_dead(pid: int, *, timeout_s: float = 10.0) -> bool:
     return not is_alive(pid)
 
 
+def first_line(log: Path, *, timeout_s: float = 30.0) -> str:
+    end = time.monotonic() + timeout_s
+    while "\n" not in log.read_text() and time.monotonic() < end:
+        time.sleep(0.01)
+    return log.read_text().splitlines()[0]
+
+
 async def test_a_death_is_reported_with_status_and_the_end_of_the_log(tmp_path: Path) -> None:
     program = "import os; print(os.environ['SAID']); print('last words'); raise SystemExit(3)"
     child = await Child.start(python(program), log=tmp_path / "log")
@@ -66,9 +73,7 @@ async def test_stopping_kills_a_child_that_ignores_sigterm_and_its_own_children(
         f"print(subprocess.Popen([sys.executable, '-c', {SLEEP!r}]).pid, flush=True); time.sleep(600)"
     )
     child = await Child.start(python(program), log=log)
-    while not log.read_text().strip():
-        await asyncio.sleep(0.01)
-    grandchild = int(log.read_text())
+    grandchild = int(await asyncio.to_thread(first_line, log))
     await child.stop(grace_s=0.1)
     assert until_dead(child.pid)
     assert until_dead(grandchild)

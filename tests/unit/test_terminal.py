@@ -36,7 +36,15 @@ def test_usage_and_details_end_up_in_the_answer() -> None:
         {
             "choices": [],
             "usage": {"prompt_tokens": 7, "completion_tokens": 21},
-            "paceline": {"kv_bytes": 3 * 2**20, "transport": "nixl", "num_steps": 10},
+            "paceline": {"kv_bytes": 3 * 2**20, "transport": "nixl"},
+            "metrics": {
+                "speculative_decoding": {
+                    "num_spec_steps": 4,
+                    "num_drafted": 9,
+                    "num_accepted": 6,
+                    "mean_acceptance_length": 2.5,
+                }
+            },
         },
     )
     assert facts(answer) == [
@@ -45,7 +53,8 @@ def test_usage_and_details_end_up_in_the_answer() -> None:
         ("time to first token", "500 ms"),
         ("speed after it", "20.0 tokens/s"),
         ("KV cache moved", "3.0 MiB by nixl"),
-        ("mean acceptance length", "2.00 tokens per round"),
+        ("mean acceptance length", "2.50 tokens in each of 4 drafted rounds"),
+        ("drafts accepted", "6 of 9"),
     ]
 
 

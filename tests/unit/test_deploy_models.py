@@ -1,0 +1,38 @@
+"""Finding a model, and converting the bundled one once."""
+
+from pathlib import Path
+
+import pytest
+
+from deploy import models
+from deploy.errors import ModelNotFound
+
+
+def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+    assert models.resolve(str(tmp_path)) == tmp_path.resolve()
+
+
+def test_a_name_that_is_no_path_is_refused_by_name() -> None:
+    with pytest.raises(ModelNotFound, match="got 'nowhere/at-all'"):
+        models.resolve("nowhere/at-all")
+
+
+def test_a_finished_conversion_is_found_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "paceline" / f"{models.BUNDLED_NAME}-v{models.FORMAT}" / models.BUNDLED_NAME
+    folder.mkdir(parents=True)
+    assert models.resolve("smollm2") == folder
+
+
+def test_a_conversion_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    said: list[str] = []
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"not a model")
+    with pytest.raises(ValueError, match=r"GGUF|gguf"):
+        models.convert(broken, tmp_path / "out" / "model", report=said.append)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_an_existing_folder_is_never_written_over(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="folder must not exist yet"):
+        models.convert(tmp_path / "a.gguf", tmp_path)
