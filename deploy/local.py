@@ -115,9 +115,8 @@ class _Commands:
             "--min-prefill": f"{self.config.prefill}",
             "--min-decode": f"{self.config.decode}",
         }
-        if not self.config.prefill:
-            options["--colocated"] = "true"
-        return self._paceline("router", "router", options, {})
+        flags = [] if self.config.prefill else ["--colocated"]
+        return self._paceline("router", ["router", *flags], options, {})
 
     def _node(self, role: str, index: int) -> Command:
         num_nodes = self.config.prefill + self.config.decode
@@ -133,14 +132,16 @@ class _Commands:
             "--algorithm": self.config.algorithm,
         }
         given = {flag: value for flag, value in options.items() if value}
-        return self._paceline(f"{role}-{index}", role, given, thread_environment(threads, num_nodes))
+        return self._paceline(f"{role}-{index}", [role], given, thread_environment(threads, num_nodes))
 
-    def _paceline(self, name: str, command: str, options: dict[str, str], extra: dict[str, str]) -> Command:
+    def _paceline(
+        self, name: str, command: list[str], options: dict[str, str], extra: dict[str, str]
+    ) -> Command:
         file = ["--config", f"{self.file}"] if self.file else []
         words = [word for flag_and_value in options.items() for word in flag_and_value]
         return Command(
             name=name,
-            arguments=[sys.executable, "-m", "deploy.cli", command, *file, *words],
+            arguments=[sys.executable, "-m", "deploy.cli", *command, *file, *words],
             environment={"PYTHONUNBUFFERED": "1", **extra},
         )
 

@@ -35,7 +35,7 @@ class Environment(Env):
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """The command's table in the --config file, for what is still open. `tables` are those that may be there."""
+    """The command's table in the --config file, for what is still open. The file may hold `tables`."""
 
     tables: frozenset[str]
 

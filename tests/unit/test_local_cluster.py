@@ -1,0 +1,89 @@
+"""Which processes a local cluster consists of, and how it ends."""
+
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from deploy.config import UpConfig
+from deploy.local import Cluster, _Commands
+from deploy.processes import Command
+from deploy.up import where
+
+
+def ports() -> Iterator[int]:
+    return count(7000)
+
+
+def commands(config: UpConfig, *, file: Path | None = None) -> _Commands:
+    return _Commands(
+        config=config, model=Path("/m"), registry_url="redis://127.0.0.1:1/0", file=file, ports=ports()
+    )
+
+
+def option(command: Command, flag: str) -> str:
+    words = list(command.arguments)
+    return words[words.index(flag) + 1]
+
+
+def test_each_node_has_its_own_name_and_port() -> None:
+    nodes = list(commands(UpConfig(prefill=2, decode=1)).nodes())
+    assert [(node.name, option(node, "--port")) for node in nodes] == [
+        ("prefill-0", "7000"),
+        ("prefill-1", "7001"),
+        ("decode-0", "7002"),
+    ]
+
+
+def test_what_up_was_not_told_is_left_to_the_processes() -> None:
+    for node in commands(UpConfig()).nodes():
+        assert not {"--dtype", "--transport", "--algorithm"} & set(node.arguments)
+    for node in commands(UpConfig(dtype="float32", transport="grpc")).nodes():
+        assert (option(node, "--dtype"), option(node, "--transport")) == ("float32", "grpc")
+
+
+def test_the_file_is_handed_on_to_every_process() -> None:
+    made = commands(UpConfig(), file=Path("/c.toml"))
+    for command in (*made.nodes(), made.router(1, 2)):
+        assert option(command, "--config") == "/c.toml"
+
+
+def test_the_router_waits_for_as_many_nodes_as_there_are() -> None:
+    router = commands(UpConfig(prefill=2, decode=3)).router(1, 2)
+    assert (option(router, "--min-prefill"), option(router, "--min-decode")) == ("2", "3")
+    assert "--colocated" not in router.arguments
+
+
+def test_without_prefill_nodes_the_decode_nodes_prefill() -> None:
+    made = commands(UpConfig(prefill=0))
+    assert [node.name for node in made.nodes()] == ["decode-0"]
+    assert "--colocated" in made.router(1, 2).arguments
+
+
+def test_a_named_registry_is_used_instead_of_an_embedded_one(tmp_path: Path) -> None:
+    assert list(commands(UpConfig(registry="redis://other:6379/0")).registry(1, tmp_path)) == []
+    (embedded,) = commands(UpConfig()).registry(4321, tmp_path)
+    assert option(embedded, "--port") == "4321"
+    assert option(embedded, "--bind") == "127.0.0.1"
+
+
+@pytest.mark.parametrize(("field", "value"), [("prefill", -1), ("decode", 0), ("threads", -2)])
+def test_counts_out_of_range_are_refused_by_name(field: str, value: int) -> None:
+    with pytest.raises(ValueError, match=rf"{field} must be at least \d, got {value}"):
+        UpConfig(**{field: value})  # type: ignore[arg-type]
+
+
+def test_what_up_prints_can_be_copied() -> None:
+    cluster = Cluster(
+        base_url="http://127.0.0.1:8000",
+        grpc_address="127.0.0.1:50051",
+        registry="redis://127.0.0.1:1/0",
+        model=Path("/models/SmolLM2"),
+        log_dir=Path("/logs"),
+        children=(),
+    )
+    text = where(cluster)
+    assert "curl -N http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json'" in text
+    assert '"model": "SmolLM2"' in text
+    assert "paceline chat --url http://127.0.0.1:8000" in text
