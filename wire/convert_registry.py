@@ -25,6 +25,7 @@ def pack_record(record: NodeRecord) -> bytes:
         vocab_size=record.vocab_size,
         transports=record.transports,
         eos_token_ids=record.eos_token_ids,
+        started_at=record.started_at,
         is_draining=record.is_draining,
         load=registry_pb2.Load(
             free_pages=load.free_pages,
@@ -56,6 +57,7 @@ def unpack_record(data: bytes) -> NodeRecord:
         vocab_size=record.vocab_size,
         transports=tuple(record.transports),
         eos_token_ids=tuple(record.eos_token_ids),
+        started_at=record.started_at,
         is_draining=record.is_draining,
         load=_unpack_load(record.load),
     )

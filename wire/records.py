@@ -30,5 +30,6 @@ class NodeRecord:
     vocab_size: int
     transports: tuple[str, ...]
     eos_token_ids: tuple[int, ...] = ()
+    started_at: float = 0.0  # seconds since the epoch; orders the incarnations of one address
     is_draining: bool = False
     load: Load = Load()

@@ -235,6 +235,7 @@ record = st.builds(
     vocab_size=uint32,
     transports=st.lists(name, max_size=3).map(tuple),
     eos_token_ids=token_ids,
+    started_at=double,
     is_draining=st.booleans(),
     load=load,
 )

@@ -34,6 +34,7 @@ class NodeRecord(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     IS_DRAINING_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    STARTED_AT_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     address: _builtins.str
     incarnation: _builtins.str
@@ -43,6 +44,8 @@ class NodeRecord(_message.Message):
     max_model_len: _builtins.int
     vocab_size: _builtins.int
     is_draining: _builtins.bool
+    started_at: _builtins.float
+    """seconds since the epoch; orders the incarnations of one address"""
     @_builtins.property
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -64,10 +67,11 @@ class NodeRecord(_message.Message):
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         is_draining: _builtins.bool = ...,
         load: Global___Load | None = ...,
+        started_at: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "eos_token_ids", b"eos_token_ids", "incarnation", b"incarnation", "is_draining", b"is_draining", "layout", b"layout", "load", b"load", "max_model_len", b"max_model_len", "model", b"model", "page_size", b"page_size", "role", b"role", "transports", b"transports", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "eos_token_ids", b"eos_token_ids", "incarnation", b"incarnation", "is_draining", b"is_draining", "layout", b"layout", "load", b"load", "max_model_len", b"max_model_len", "model", b"model", "page_size", b"page_size", "role", b"role", "started_at", b"started_at", "transports", b"transports", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
