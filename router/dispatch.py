@@ -174,17 +174,15 @@ class Dispatcher:
 
     async def _route(self, run: Run) -> tuple[Route, str]:
         """Choose nodes for the next attempt. One that broke is chosen again only for want of another."""
-        if run.num_attempts == 0:
-            routes, decision = self._ready(run)
-        else:
+        routes, decision = await self._wait_ready(run) if run.num_attempts else self._ready(run)
+        if routes and all(run.demerits(route) for route in routes):
+            await self._pause(run)
             routes, decision = await self._wait_ready(run)
         if not routes:
             raise NoReadyPair(
                 "no pair of prefill and decode nodes is ready", retry_after_s=self._config.retry_after_s
             )
         fewest = min(map(run.demerits, routes))
-        if fewest:
-            await self._pause(run)
         pairs = {self._pair(route): route for route in routes if run.demerits(route) == fewest}
         state = PolicyState(turn=self._turn, seed=self._config.policy_seed)
         self._turn += 1

@@ -111,6 +111,7 @@ class Link:
                 except Exception as error:  # noqa: BLE001  task boundary: a broken link is a state, not a crash
                     opened = self.is_open
                     self._lose(_reason_of(error))
+                    _log.warning("%s: no link: %s", self.record.address, self.reason)
                 delay = self._config.first_backoff_s if opened else delay
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, self._config.max_backoff_s)
@@ -164,8 +165,6 @@ class Link:
         leg.mailbox.put(Arrival(leg.side, event))
 
     def _lose(self, reason: str) -> None:
-        if self.is_open:
-            _log.warning("link to %s %s lost: %s", self.record.role, self.record.address, reason)
         self.is_open, self.reason = False, reason
         self._on_change()
         legs, self._legs = self._legs, {}

@@ -21,12 +21,13 @@ __all__ = ["Leg", "LinkConfig", "NodeLinks", "NodeSource"]
 class NodeSource(Protocol):
     """The live view of the registry (wire.registry_view in production)."""
 
-    def snapshot(self) -> list[NodeRecord]:
+    @property
+    def records(self) -> tuple[NodeRecord, ...]:
         """The nodes as last heard of."""
         ...
 
-    def on_change(self, callback: Callable[[], None]) -> None:
-        """Call back, on the event loop, after every change of the snapshot; heartbeats are changes."""
+    def on_change(self, callback: Callable[[tuple[NodeRecord, ...]], None]) -> None:
+        """Call back, on the event loop, with the records whenever they changed, load included."""
         ...
 
 
@@ -51,7 +52,7 @@ class NodeLinks:
         self._links: dict[Incarnation, Link] = {}
         self._listeners: list[Callable[[], None]] = []
         self._registry_changed = asyncio.Event()
-        nodes.on_change(self._registry_changed.set)
+        nodes.on_change(self._note_records)
 
     def on_change(self, callback: Callable[[], None]) -> None:
         """Call back whenever a record or the state of a link changed."""
@@ -83,8 +84,11 @@ class NodeLinks:
                 await self._registry_changed.wait()
                 self._registry_changed.clear()
 
+    def _note_records(self, _records: tuple[NodeRecord, ...]) -> None:
+        self._registry_changed.set()
+
     def _follow(self, group: asyncio.TaskGroup, tasks: dict[Incarnation, asyncio.Task[None]]) -> None:
-        records = {record.incarnation: record for record in self._nodes.snapshot()}
+        records = {record.incarnation: record for record in self._nodes.records}
         for gone in self._links.keys() - records.keys():
             del self._links[gone]
             self.sent.clear(gone)
@@ -93,7 +97,7 @@ class NodeLinks:
             if incarnation not in self._links:
                 link = self._links[incarnation] = self._new_link(record)
                 tasks[incarnation] = group.create_task(link.run())
-            elif self._links[incarnation].record is not record:
+            elif self._links[incarnation].record != record:
                 self._links[incarnation].record = record
                 self.sent.clear(incarnation)
         self._tell()

@@ -55,7 +55,8 @@ class Run:
         )
 
     def broke(self, route: Route, broken: Broken) -> None:
-        self._bad_nodes.add(broken.blamed.incarnation)
+        if not broken.is_refusal:  # which says nothing against either node with another peer
+            self._bad_nodes.add(broken.blamed.incarnation)
         self._bad_routes.add(route.key)
         if broken.cause == "preempted":
             self.num_preemptions += 1

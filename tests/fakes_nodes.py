@@ -182,13 +182,13 @@ class FakeRegistry:
 
     def __init__(self) -> None:
         self._nodes: dict[str, FakeNode] = {}
-        self._hidden: set[Incarnation] = set()
-        self._callbacks: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[tuple[NodeRecord, ...]], None]] = []
 
-    def snapshot(self) -> list[NodeRecord]:
-        return [node.record for node in self._nodes.values() if node.record.incarnation not in self._hidden]
+    @property
+    def records(self) -> tuple[NodeRecord, ...]:
+        return tuple(node.record for node in self._nodes.values())
 
-    def on_change(self, callback: Callable[[], None]) -> None:
+    def on_change(self, callback: Callable[[tuple[NodeRecord, ...]], None]) -> None:
         self._callbacks.append(callback)
 
     async def work(self, address: str) -> Channel:
@@ -229,7 +229,7 @@ class FakeRegistry:
 
     def _tell(self) -> None:
         for callback in self._callbacks:
-            callback()
+            callback(self.records)
 
 
 class Cluster:

@@ -1,6 +1,7 @@
 """One attempt of one request on a pair of nodes that do what they should, or nearly."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 
 import pytest
@@ -226,7 +227,9 @@ async def _in_decode_before_prefill_said_its_last_word(made: Cluster) -> None:
     ],
 )
 @virtual
-async def test_a_consumer_that_leaves_cancels_both_legs(phase) -> None:
+async def test_a_consumer_that_leaves_cancels_both_legs(
+    phase: Callable[[Cluster], Awaitable[None]],
+) -> None:
     async with cluster() as made:
         async with reading(made, a_request()):
             await phase(made)
@@ -297,7 +300,7 @@ async def test_the_deadline_ends_the_request_and_cancels_both_legs() -> None:
     async with cluster() as made, reading(made, a_request(deadline_s=2.0)) as reader:
         assert made["d1"].submits[0].deadline_s == 2.0
         await asyncio.sleep(1.9)
-        assert reader.error is None
+        assert made.dispatcher.num_in_flight == 1
         await asyncio.sleep(0.2)
         assert isinstance(reader.error, DeadlineExceeded)
         assert (made["p1"].cancels, made["d1"].cancels) == ([TID], [TID])
@@ -327,12 +330,12 @@ async def test_a_draining_router_finishes_what_it_has_and_takes_nothing_new() ->
         drained = asyncio.ensure_future(made.dispatcher.drain())
         await settle()
         assert isinstance(await _refusal(made.dispatcher, a_request()), RouterDraining)
-        assert not drained.done()
+        was_drained = drained.done()
         made["p1"].tokens(0, 10)
         made["p1"].finish("length")
         await settle()
         assert reader.outcome.reason == "length"
-        assert drained.done()
+        assert (was_drained, drained.done()) == (False, True)
 
 
 def test_a_report_that_cannot_be_of_this_request_is_a_fault() -> None:
