@@ -100,7 +100,7 @@ class GrpcTransport:
         """Where the I/O runs. Before the first `connect`."""
         self._loop = loop
 
-    def rpc_handlers(self) -> tuple[grpc.GenericRpcHandler[bytes, bytes], ...]:
+    def rpc_handlers(self) -> "tuple[grpc.GenericRpcHandler[bytes, bytes], ...]":
         """What the node's grpc.aio server must serve (`server.add_generic_rpc_handlers`)."""
         handler = grpc.stream_stream_rpc_method_handler(self.serve)
         return (grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),)
