@@ -82,7 +82,7 @@ check-lint: dev
 
 check-layers: dev
 	@echo "== layers"
-	@$(BIN)/lint-imports --no-cache
+	@$(BIN)/lint-imports --no-cache --no-logo
 
 check-types: dev
 	@echo "== types"
