@@ -1,55 +1,79 @@
-"""Configuration of the router process: one field, one flag, one environment variable, one key in a file."""
+"""Settings of the router: one field = one flag = one environment variable = one key in the file."""
 
 from dataclasses import dataclass
 
+from router.policies import policy_named
 from wire.node_config import LogLevel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """Where to listen, whom to serve, and how much. Every instance is valid: bad values raise ValueError.
-
-    model: folder with the model's tokenizer files.
-    served_model_name: the model's name for clients; "" takes the nodes' name.
-    host, port, grpc_port: listening addresses; port 0 lets the system choose.
-    registry: URL of the node registry.
-    policy, policy_seed: how nodes are chosen.
-    colocated: decode nodes compute all prompts themselves; there need be no prefill node.
-    local_prompt_tokens: decode nodes compute prompts up to that long.
-    min_prefill, min_decode: how many nodes must have proved themselves before /ready says so.
-    max_in_flight: generations at once; more are refused with 429.
-    max_attempts: how often a request is tried on failing nodes.
-    request_timeout_s: deadline of a request.
-    canary_timeout_s: how long a pair may take to prove itself.
-    drain_timeout_s: how long running requests may go on after SIGTERM.
-    max_body_bytes: larger request bodies are refused with 413.
-    api_key: bearer token clients must show; "" lets everybody in.
-    """
+    """Every instance is valid: bad values raise ValueError naming the field."""
 
     model: str
+    """Hugging Face folder of the served model; the router reads its tokenizer and chat template. Required."""
+
     served_model_name: str = ""
+    """Name clients ask for; empty: the name the nodes go by."""
+
     host: str = "127.0.0.1"
+    """Address the HTTP and gRPC servers listen on; 0.0.0.0 for all."""
+
     port: int = 8000
+    """Port of the HTTP server; 0 takes a free one."""
+
     grpc_port: int = 50051
+    """Port of the gRPC server; 0 takes a free one."""
+
     registry: str = "redis://127.0.0.1:6379/0"
+    """URL of the registry, a Redis or Valkey server."""
+
     policy: str = "least_load"
+    """How nodes are chosen: least_load, power_of_two or round_robin."""
+
     policy_seed: int = 0
+    """Seed of policies that draw at random."""
+
     colocated: bool = False
+    """Decode nodes compute all prompts themselves; no prefill node is needed."""
+
     local_prompt_tokens: int = 0
+    """Decode nodes compute prompts of up to so many tokens themselves; 0: none."""
+
     min_prefill: int = 1
+    """Prefill nodes that must have proved themselves before /ready says yes."""
+
     min_decode: int = 1
+    """Decode nodes that must have proved themselves before /ready says yes."""
+
     max_in_flight: int = 256
+    """Generations at once; more are refused with 429."""
+
     max_attempts: int = 3
+    """How often one request is tried when nodes fail."""
+
     request_timeout_s: float = 600.0
+    """Longest a request may take."""
+
     canary_timeout_s: float = 30.0
+    """Longest a pair of nodes may take to prove itself."""
+
     drain_timeout_s: float = 30.0
+    """Longest running requests go on after SIGTERM."""
+
     max_body_bytes: int = 16 * 1024 * 1024
+    """Larger request bodies are refused with 413."""
+
     api_key: str = ""
+    """Bearer token that clients must show; empty: none."""
+
     log_level: LogLevel = "info"
+    """debug, info, warning or error."""
 
     def __post_init__(self) -> None:
         _require("model", self.model, bool(self.model), "a folder with tokenizer files")
         _require("registry", self.registry, "://" in self.registry, "a URL such as redis://host:6379/0")
+        policy_named(self.policy)
         for field, value in (("port", self.port), ("grpc_port", self.grpc_port)):
             _require(field, value, 0 <= value < 65536, "in [0, 65535]")
         for field, value, least in (

@@ -3,11 +3,10 @@
 Owns status codes, headers and disconnects. Must never know what a request means.
 """
 
-import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Never, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -15,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.errors import BadRequest, BodyTooLarge, RouterError
+from router.leaving import until_left
 from router.openai.exchange import sse
 
 logger = logging.getLogger(__name__)
@@ -86,20 +86,12 @@ async def read_body(request: Request, *, max_bytes: int) -> bytes:
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled as soon as the client leaves; then raises ClientGone.
 
-    The request body must have been read before. What `work` raises comes through as it is.
+    The request body must have been read before.
     """
-    try:
-        async with asyncio.TaskGroup() as group:
-            watcher = group.create_task(_watch(receive))
-            try:
-                return await work
-            finally:
-                watcher.cancel()
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+    return await until_left(_raise_on_disconnect(receive), work)
 
 
-async def _watch(receive: Receive) -> None:
+async def _raise_on_disconnect(receive: Receive) -> Never:
     while (await receive())["type"] != "http.disconnect":
         pass
     raise ClientGone
@@ -128,8 +120,7 @@ class EventStream(Response):
             await self._fail(error, stream, scope, receive=receive, send=send)
         except Exception:
             logger.exception("a stream failed")
-            error = RouterError("internal error")
-            await self._fail(error, stream, scope, receive=receive, send=send)
+            await self._fail(RouterError("internal error"), stream, scope, receive=receive, send=send)
         else:
             await stream.close()
 

@@ -3,7 +3,7 @@
 Owns the joining of what the model folder says with what the registry says. Must never know requests.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Protocol
 
 from router.errors import ModelNotFound
@@ -13,26 +13,27 @@ from wire.records import NodeRecord
 
 
 class Records(Protocol):
-    """Where the nodes are known from."""
+    """Where the nodes are known from (wire.registry_view in production)."""
 
-    def snapshot(self) -> Sequence[NodeRecord]: ...
+    @property
+    def records(self) -> tuple[NodeRecord, ...]: ...
 
 
 class ServedModel:
     """One router serves one model: the one whose tokenizer it holds."""
 
-    def __init__(self, *, alias: str, folder_name: str, text: ModelText, records: Records) -> None:
+    def __init__(self, *, alias: str, folder_name: str, text: ModelText, nodes: Records) -> None:
         self._alias = alias
         self._folder_name = folder_name
         self._text = text
-        self._records = records
+        self._nodes = nodes
 
     @property
     def name(self) -> str:
         """The configured name, else the one all nodes agree on, else the folder's."""
         if self._alias:
             return self._alias
-        models = {record.model for record in self._records.snapshot()}
+        models = {record.model for record in self._nodes.records}
         return models.pop() if len(models) == 1 else self._folder_name
 
     def facts(self, model: str | None) -> ModelFacts:
@@ -40,7 +41,7 @@ class ServedModel:
         name = self.name
         if model is not None and model != name:
             raise ModelNotFound(f"model must be {name!r}, got {model!r}", param="model")
-        records = self._records.snapshot()
+        records = self._nodes.records
         same = [record for record in records if record.model == name]
         tokenizer = self._text.tokenizer
         max_model_len = _least((record.max_model_len for record in same or records), self._text.max_model_len)

@@ -120,10 +120,7 @@ def as_nodes_would_cut(script: Sequence[int], request: GenerateRequest) -> tuple
 
 @dataclass
 class FakeRecords:
-    records: Sequence[NodeRecord] = ()
-
-    def snapshot(self) -> Sequence[NodeRecord]:
-        return self.records
+    records: tuple[NodeRecord, ...] = ()
 
 
 def record(**changes: Any) -> NodeRecord:
@@ -158,13 +155,19 @@ def front_door(dispatcher: FakeDispatcher, text: ModelText) -> FrontDoor:
     return FrontDoor(
         dispatcher,
         text=text,
-        served=ServedModel(alias="", folder_name="x", text=text, records=FakeRecords([record()])),
+        served=ServedModel(alias="", folder_name="x", text=text, nodes=FakeRecords((record(),))),
         planner=Planner(mint_seed=lambda: next(seeds)),
         clock=lambda: 0.0,
     )
 
 
-def http_app(dispatcher: FakeDispatcher, text: ModelText, **options: Any) -> Starlette:
+def http_app(
+    dispatcher: FakeDispatcher,
+    text: ModelText,
+    *,
+    operations: FakeOperations | None = None,
+    api_key: str = "",
+) -> Starlette:
     """The HTTP application on a fake dispatcher."""
     door = front_door(dispatcher, text)
     ids = iter(range(10**6))
@@ -172,8 +175,8 @@ def http_app(dispatcher: FakeDispatcher, text: ModelText, **options: Any) -> Sta
     front = HttpFrontEnd(
         answers,
         served=door.served,
-        operations=options.pop("operations", FakeOperations()),
-        options=HttpOptions(**{"version": "1.2.3", "max_body_bytes": 100_000} | options),
+        operations=operations or FakeOperations(),
+        options=HttpOptions(version="1.2.3", max_body_bytes=100_000, api_key=api_key),
         created=1700000000,
     )
     return front.app(lambda: f"req{next(ids)}")

@@ -1,0 +1,281 @@
+"""Wires one router process: registry view, links, dispatcher, text, HTTP and gRPC.
+
+Owns construction and shutdown, nothing else. Sockets, signals and clocks enter here.
+"""
+
+import asyncio
+import contextlib
+import importlib.metadata
+import logging
+import secrets
+import signal
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from prometheus_client import CollectorRegistry, generate_latest
+from starlette.applications import Starlette
+
+from router.config import RouterConfig
+from router.dispatch import DispatchConfig, Dispatcher
+from router.front_door import FrontDoor
+from router.grpc_server import RouterGrpcServer
+from router.grpc_service import GenerationService
+from router.http import HttpFrontEnd, HttpOptions
+from router.links import LinkConfig, NodeLinks, NodeSource
+from router.openai.answers import Answers
+from router.pairs import PairBook, PairConfig
+from router.planning import Planner
+from router.served import ServedModel
+from router.stats import RouterStats
+from router.text.model_text import ModelText
+from wire.channel import Connector
+from wire.grpc_client import GrpcConnector
+from wire.registry import RedisRegistry
+from wire.registry_view import RegistryView
+from wire.work import new_incarnation
+
+logger = logging.getLogger(__name__)
+
+_KEEP_ALIVE_S = 75
+_GRPC_GRACE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listening:
+    """Where a running router listens."""
+
+    http_url: str
+    grpc_address: str
+
+
+class Router:
+    """One router without its listening sockets: what the simulation and tests build too."""
+
+    def __init__(
+        self, config: RouterConfig, *, connector: Connector, nodes: NodeSource, text: ModelText
+    ) -> None:
+        self._metrics = CollectorRegistry()
+        stats = RouterStats(self._metrics)
+        self._links = NodeLinks(
+            nodes, connector=connector, router=new_incarnation(), stats=stats, config=LinkConfig()
+        )
+        self._pairs = PairBook(self._links, stats=stats, new_id=_new_id, config=_pair_config(config))
+        self.dispatcher = Dispatcher(
+            self._links, self._pairs, stats=stats, config=_dispatch_config(config), new_id=_new_id
+        )
+        self._served = ServedModel(
+            alias=config.served_model_name, folder_name=_folder(config).name, text=text, nodes=nodes
+        )
+        self._door = FrontDoor(
+            self.dispatcher,
+            text=text,
+            served=self._served,
+            planner=Planner(mint_seed=lambda: secrets.randbits(64)),
+            clock=lambda: asyncio.get_running_loop().time(),
+        )
+        self._config = config
+
+    async def run(self) -> None:
+        """Follow the nodes and prove pairs until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._links.run())
+            group.create_task(self._pairs.run())
+
+    def report(self) -> dict[str, Any]:
+        """What /ready shows."""
+        report = self._pairs.report()
+        is_draining = self.dispatcher.is_draining
+        return {**report, "ready": report["ready"] and not is_draining, "draining": is_draining}
+
+    def metrics(self) -> bytes:
+        """Prometheus text."""
+        return generate_latest(self._metrics)
+
+    def http(self) -> Starlette:
+        """The ASGI application."""
+        options = HttpOptions(
+            version=_version(), max_body_bytes=self._config.max_body_bytes, api_key=self._config.api_key
+        )
+        answers = Answers(self._door, new_id=_new_id, wall_clock=time.time)
+        front = HttpFrontEnd(
+            answers, served=self._served, operations=self, options=options, created=int(time.time())
+        )
+        return front.app(_new_id)
+
+    def grpc(self) -> GenerationService:
+        """The servicer of `Generation`."""
+        return GenerationService(self._door, new_id=_new_id, api_key=self._config.api_key)
+
+
+async def run(config: RouterConfig, *, on_listening: Callable[[Listening], None] | None = None) -> None:
+    """Serve until SIGTERM or SIGINT; then refuse what is new, finish what runs, and return.
+
+    Raises ValueError for a model folder without tokenizer, OSError when a port is taken.
+    """
+    text = ModelText.from_folder(_folder(config), local_time=lambda: datetime.now().astimezone())
+    try:
+        async with (
+            RedisRegistry(config.registry) as registry,
+            GrpcConnector() as connector,
+            asyncio.TaskGroup() as group,
+        ):
+            nodes = RegistryView(registry)
+            router = Router(config, connector=connector, nodes=nodes, text=text)
+            tasks = [group.create_task(nodes.run()), group.create_task(router.run())]
+            await _serve(router, config, on_listening)
+            for task in tasks:
+                task.cancel()
+    finally:
+        text.close()
+
+
+async def _serve(
+    router: Router, config: RouterConfig, on_listening: Callable[[Listening], None] | None
+) -> None:
+    """Listen, wait for the signal, drain, stop listening."""
+    with _stop_signals() as stop, contextlib.closing(_listen(config.host, config.port)) as listener:
+        rpc = RouterGrpcServer(router.grpc(), f"{_bracketed(config.host)}:{config.grpc_port}")
+        await rpc.start()
+        http = _HttpServer(_uvicorn_config(router.http()))
+        listening = Listening(
+            http_url=f"http://{_shown(config.host)}:{listener.getsockname()[1]}",
+            grpc_address=f"{_shown(config.host)}:{rpc.port}",
+        )
+        logger.info("listening on %s and grpc://%s", listening.http_url, listening.grpc_address)
+        if on_listening is not None:
+            on_listening(listening)
+        async with asyncio.TaskGroup() as group:
+            serving = group.create_task(http.serve(sockets=[listener]))
+            stopped = group.create_task(stop.wait())
+            await asyncio.wait((serving, stopped), return_when=asyncio.FIRST_COMPLETED)
+            await rpc.drain()
+            await _drain(router, stop, timeout_s=config.drain_timeout_s)
+            stopped.cancel()
+            http.should_exit = True
+            await rpc.stop(_GRPC_GRACE_S)
+
+
+async def _drain(router: Router, stop: "StopSignal", *, timeout_s: float) -> None:
+    """Wait for what runs, but not after a second signal or the time is up."""
+    logger.info("draining: %d requests in flight", router.dispatcher.num_in_flight)
+    drained = asyncio.ensure_future(router.dispatcher.drain())
+    hurried = asyncio.ensure_future(stop.wait_again())
+    try:
+        await asyncio.wait((drained, hurried), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        drained.cancel()
+        hurried.cancel()
+
+
+class StopSignal:
+    """Counts the signals that ask us to stop: the first to drain, the second to hurry."""
+
+    def __init__(self) -> None:
+        self._first = asyncio.Event()
+        self._second = asyncio.Event()
+
+    def note(self) -> None:
+        (self._second if self._first.is_set() else self._first).set()
+
+    async def wait(self) -> None:
+        await self._first.wait()
+
+    async def wait_again(self) -> None:
+        await self._second.wait()
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[StopSignal]:
+    loop, stop = asyncio.get_running_loop(), StopSignal()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.note)
+    try:
+        yield stop
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+class _HttpServer(uvicorn.Server):
+    """Signals are ours: a router drains before its server stops."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _uvicorn_config(app: Starlette) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http="httptools",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=1,
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=2048)
+    listener.setblocking(False)
+    return listener
+
+
+def _shown(host: str) -> str:
+    """An address that a client on this machine can use."""
+    if host in ("", "0.0.0.0", "::"):
+        return "127.0.0.1"
+    return _bracketed(host)
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _folder(config: RouterConfig) -> Path:
+    """A .gguf file stands for the folder it lies in."""
+    path = Path(config.model).expanduser()
+    return path.parent if path.is_file() else path
+
+
+def _pair_config(config: RouterConfig) -> PairConfig:
+    return PairConfig(
+        with_prefill=not config.colocated,
+        with_local=config.colocated or config.local_prompt_tokens > 0,
+        min_prefill=config.min_prefill,
+        min_decode=config.min_decode,
+        canary_timeout_s=config.canary_timeout_s,
+    )
+
+
+def _dispatch_config(config: RouterConfig) -> DispatchConfig:
+    return DispatchConfig(
+        policy=config.policy,
+        policy_seed=config.policy_seed,
+        colocated=config.colocated,
+        local_prompt_tokens=config.local_prompt_tokens,
+        max_in_flight=config.max_in_flight,
+        max_attempts=config.max_attempts,
+        default_deadline_s=config.request_timeout_s,
+    )
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("paceline")
+    except importlib.metadata.PackageNotFoundError:
+        return "0+unknown"
