@@ -9,7 +9,6 @@ from collections import Counter
 from dataclasses import dataclass
 
 from decode_node.handoff import seed_from
-from engine.errors import OutOfPages
 from engine.request import Request
 from kv_transfer import errors
 from kv_transfer.actions import (
@@ -210,7 +209,7 @@ class DecodeLoop:
             self._outputs.append(PeerRefused(peer=hello.incarnation, refused=outcome))
             self._fail_waiting(hello.incarnation, outcome)
             return
-        self._transfers.peer_ready(hello.incarnation, has_checksums=outcome.checksums)
+        self._transfers.peer_ready(hello.incarnation, has_checksums=outcome.has_checksums)
         self._outputs.append(PeerAccepted(peer=hello.incarnation, reply=self.hello()))
 
     def _fail_waiting(self, peer: Incarnation, why: Refused) -> None:
@@ -287,18 +286,18 @@ class DecodeLoop:
                 self._drop(event.peer, event.reason)
 
     def _grant(self) -> None:
-        """Lease pages to waiting transfers in order of arrival, while what runs keeps its headroom."""
-        for tid in self._transfers.grantable():
+        """Lease pages to waiting transfers in order of arrival, while what runs can go on growing."""
+        waiting = self._transfers.grantable()
+        leased = [request for tid, request in self._incoming.items() if self._cache.has_lease(tid)]
+        for tid in waiting:
             request = self._incoming[tid]
             self._cache.attach_prefix(request)
             missing = self._cache.pages_for(len(request.prompt_ids)) - len(request.pages)
-            try:
-                if missing + self._engine.scheduler.headroom_pages > self._cache.num_available:
-                    raise OutOfPages(wanted=missing, available=self._cache.num_available)
-                pages = self._cache.lease(tid, missing)
-            except OutOfPages:
+            if not self._engine.scheduler.has_room(request, missing, others=leased):
                 self._cache.release(request)
                 return
+            pages = self._cache.lease(tid, missing)
+            leased.append(request)
             self._do(
                 self._transfers.granted(
                     tid, page_ids=pages, skip_tokens=request.num_cached_tokens, now=self._now

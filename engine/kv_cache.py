@@ -92,6 +92,9 @@ class KvCache:
         self._leases[holder] = pages
         return tuple(pages)
 
+    def has_lease(self, holder: Hashable) -> bool:
+        return holder in self._leases
+
     def lease_to_request(self, holder: Hashable, request: Request) -> None:
         """The pages have landed: they follow the request's cached ones."""
         pages = self._leases.pop(holder)

@@ -90,7 +90,7 @@ class PagePool:
         return elements.as_strided(
             (self.num_pages, 2, self.layout.page_size, k.num_heads, k.head_dim),
             (self.layout.page_bytes // size, (v.offset - k.offset) // size, row, k.head_dim, 1),
-            k.offset // size,
+            elements.storage_offset() + k.offset // size,  # as_strided counts from the raw storage
         )
 
 

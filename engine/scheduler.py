@@ -3,28 +3,29 @@
 Owns the waiting and running lists. Pages are asked of the `KvCache`; tokens are never looked at.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from engine.errors import OutOfPages
 from engine.kv_cache import KvCache
 from engine.request import Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """chunk_tokens: prompt tokens per step over all requests. headroom_pages: pages that each running
-    request may still need soon, left free when a new one is admitted."""
+    """chunk_tokens: prompt tokens per step over all requests. reserve_tokens: how far ahead each request's
+    growth is counted on when another one asks to be let in."""
 
     max_running: int = 64
     chunk_tokens: int = 256
-    headroom_pages: int = 1
+    reserve_tokens: int = 512
 
     def __post_init__(self) -> None:
         if self.max_running < 1:
             raise ValueError(f"max_running must be at least 1, got {self.max_running}")
         if self.chunk_tokens < 1:
             raise ValueError(f"chunk_tokens must be at least 1, got {self.chunk_tokens}")
+        if self.reserve_tokens < 0:
+            raise ValueError(f"reserve_tokens must be at least 0, got {self.reserve_tokens}")
 
 
 class Scheduler:
@@ -51,10 +52,23 @@ class Scheduler:
         pending = [*self._waiting.values(), *self.prefilling()]
         return sum(len(request.prompt_ids) - request.num_committed for request in pending)
 
-    @property
-    def headroom_pages(self) -> int:
-        """Pages to leave free for what runs already, before anything new is let in."""
-        return len(self._running) * self._limits.headroom_pages
+    def growth_pages(self, request: Request) -> int:
+        """Pages beyond its prompt's that a request is counted on to need."""
+        still_wanted = request.sampling.max_tokens - request.num_outputs
+        ahead = len(request.tokens) + min(still_wanted, self._limits.reserve_tokens)
+        held = max(len(request.pages), self._cache.pages_for(len(request.prompt_ids)))
+        return max(0, self._cache.pages_for(ahead) - held)
+
+    def has_room(self, request: Request, num_pages: int, *, others: Sequence[Request]) -> bool:
+        """May `request` take `num_pages` now, given the growth of what runs and of `others`?
+
+        With nobody else about, whatever fits is granted.
+        """
+        rivals = [*self._running.values(), *others]
+        if not rivals:
+            return num_pages <= self._cache.num_available
+        growth = sum(map(self.growth_pages, [request, *rivals]))
+        return num_pages + growth <= self._cache.num_available
 
     def requests(self) -> list[Request]:
         return [*self._waiting.values(), *self._running.values()]
@@ -105,13 +119,9 @@ class Scheduler:
     def _try_admit(self, request: Request) -> bool:
         self._cache.attach_prefix(request)
         slots = len(request.prompt_ids) + 1
-        missing = self._cache.pages_for(slots) - len(request.pages)
-        try:
-            if missing + self.headroom_pages > self._cache.num_available and self._running:
-                raise OutOfPages(wanted=missing, available=self._cache.num_available)
-            self._cache.grow(request, slots)
-        except OutOfPages:
+        if not self.has_room(request, self._cache.pages_for(slots) - len(request.pages), others=()):
             self._cache.release(request)
             request.num_cached_tokens = 0
             return False
+        self._cache.grow(request, slots)
         return True

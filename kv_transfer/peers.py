@@ -14,8 +14,9 @@ from kv_transfer.transport import Transport, TransportError, TransportEvent
 class PeerTable:
     """Invariant: a peer is agreed exactly while its transport connection is open."""
 
-    def __init__(self, *, ours: Hello, transports: Mapping[str, Transport]) -> None:
+    def __init__(self, *, ours: Hello, transports: Mapping[str, Transport], is_decode: bool) -> None:
         self._ours = ours
+        self._is_decode = is_decode
         self._transports = dict(transports)
         self._agreed: dict[Incarnation, Agreement] = {}
         self._refused: dict[Incarnation, Refused] = {}
@@ -26,7 +27,7 @@ class PeerTable:
 
     def accept(self, theirs: Hello) -> Agreement | Refused:
         """Compare, connect, remember. A refusal is remembered until that incarnation is gone."""
-        outcome = negotiate(self._ours, theirs)
+        outcome = negotiate(self._ours, theirs, is_decode=self._is_decode)
         if isinstance(outcome, Agreement):
             outcome = self._connect(outcome, theirs)
         if isinstance(outcome, Refused):
@@ -65,9 +66,8 @@ class PeerTable:
             transport.close()
 
     def _connect(self, agreement: Agreement, theirs: Hello) -> Agreement | Refused:
-        offer = next(offer for offer in theirs.offers if offer.name == agreement.transport)
         try:
-            self._transports[agreement.transport].connect(theirs.incarnation, offer)
+            self._transports[agreement.transport].connect(theirs.incarnation, agreement.peer_offer)
         except TransportError as error:
             return Refused(field=f"transport {agreement.transport}", ours="usable", theirs=str(error))
         return agreement

@@ -176,7 +176,7 @@ class PrefillLoop:
             reason = f"refused at handshake: {outcome}"
             self._do(self._transfers.peer_lost(hello.incarnation, reason=reason, code=errors.INCOMPATIBLE))
             return
-        self._transfers.peer_ready(hello.incarnation, has_checksums=outcome.checksums)
+        self._transfers.peer_ready(hello.incarnation, has_checksums=outcome.has_checksums)
         self._outputs.append(PeerAccepted(peer=hello.incarnation, reply=self.hello()))
 
     def _hear(self, peer: Incarnation, message: ToPrefill | ToDecode) -> None:
@@ -231,7 +231,7 @@ class PrefillLoop:
                 case WriteFailed(handle=handle, reason=reason):
                     self._do(
                         self._transfers.write_failed(
-                            handle, reason=reason, may_still_land=event.may_still_land, now=self._now
+                            handle, reason=reason, now=self._now
                         )
                     )
                 case PeerGone(peer=peer, reason=reason):

@@ -102,7 +102,7 @@ class EngineLoop:
         self, *, model: Model, pool: PagePool, cache: KvCache, proposer: Proposer, limits: SchedulerLimits
     ) -> None:
         self._model = model
-        self._pool = pool
+        self.pool = pool
         self.cache = cache
         self.proposer = proposer
         self.scheduler = Scheduler(cache, limits)
@@ -234,7 +234,7 @@ class EngineLoop:
         batch = ForwardBatch(
             spans=[item.span for item in work], hidden_layers=self.proposer.needs.hidden_layers
         )
-        output = self._model.forward(batch, self._pool)
+        output = self._model.forward(batch, self.pool)
         self._draw(work, output)
         moves: list[tuple[int, int]] = []
         for item in work:
@@ -340,7 +340,7 @@ class EngineLoop:
     def _write_back(self, moves: list[tuple[int, int]]) -> None:
         """Compact accepted rows to the front of the round's window (spec: gather, then scatter)."""
         source, target = zip(*moves, strict=True)
-        self._pool.move_rows(torch.tensor(source), torch.tensor(target))
+        self.pool.move_rows(torch.tensor(source), torch.tensor(target))
 
     def _slot(self, request: Request, slot: int) -> int:
         size = self.cache.page_size

@@ -39,6 +39,7 @@ def make_engine(
     page_size: int = 4,
     chunk_tokens: int = 64,
     max_running: int = 16,
+    reserve_tokens: int = 512,
 ) -> EngineLoop:
     loaded = tiny_model(family)
     config = loaded.config
@@ -49,9 +50,7 @@ def make_engine(
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
     )
-    layout = build_layout(
-        page_size=page_size, dtype="float32", pools=[target, *proposer.needs.draft_kv]
-    )
+    layout = build_layout(page_size=page_size, dtype="float32", pools=[target, *proposer.needs.draft_kv])
     pool = PagePool(layout, num_pages, torch.device("cpu"))
     pool.storage.view(torch.float32).fill_(1e4)  # what nobody wrote must not be seen
     return EngineLoop(
@@ -59,7 +58,9 @@ def make_engine(
         pool=pool,
         cache=KvCache(num_pages=num_pages, page_size=page_size, fingerprint="tiny"),
         proposer=proposer,
-        limits=SchedulerLimits(max_running=max_running, chunk_tokens=chunk_tokens),
+        limits=SchedulerLimits(
+            max_running=max_running, chunk_tokens=chunk_tokens, reserve_tokens=reserve_tokens
+        ),
     )
 
 

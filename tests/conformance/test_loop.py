@@ -31,7 +31,11 @@ def reference(prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
     model = AutoModelForCausalLM.from_pretrained(tiny_folder(), dtype=torch.float32)
     with torch.inference_mode():
         ids = model.generate(
-            torch.tensor([prompt]), max_new_tokens=max_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+            torch.tensor([prompt]),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
         )
     return tuple(ids[0, len(prompt) :].tolist())
 
@@ -76,9 +80,19 @@ def test_prefix_hits_change_nothing(name: str) -> None:
 SAMPLINGS = {
     "plain": {"temperature": 1.0},
     "filtered": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
-    "penalised": {"temperature": 0.7, "presence_penalty": 0.8, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
+    "penalised": {
+        "temperature": 0.7,
+        "presence_penalty": 0.8,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.2,
+    },
     "greedy penalised": {"temperature": 0.0, "frequency_penalty": 1.5, "repetition_penalty": 1.3},
-    "biased": {"temperature": 1.0, "logit_bias": ((7, 4.0), (9, -100.0)), "min_tokens": 6, "stop_token_ids": (7,)},
+    "biased": {
+        "temperature": 1.0,
+        "logit_bias": ((7, 4.0), (9, -100.0)),
+        "min_tokens": 6,
+        "stop_token_ids": (7,),
+    },
 }
 
 
@@ -92,7 +106,8 @@ def test_same_seed_same_text_alone_in_company_and_speculated(sampling: dict[str,
 
     def crowded(name: str) -> list[int]:
         requests = [
-            make_request(f"n{i}", prompt_of(10 + i, seed=i), seed=i, max_tokens=24, **sampling) for i in range(7)
+            make_request(f"n{i}", prompt_of(10 + i, seed=i), seed=i, max_tokens=24, **sampling)
+            for i in range(7)
         ]
         requests.insert(3, make_request("r", prompt, seed=11, max_tokens=24, **sampling))
         return tokens_of(run(make_engine(proposer(name)), requests)["r"])
@@ -138,7 +153,7 @@ def test_stop_token_inside_an_accepted_run_ends_it_there(index: int) -> None:
 
 
 def test_preempted_request_leaves_no_page_and_the_oldest_finishes() -> None:
-    engine = make_engine(proposer("bushy"), page_size=4, num_pages=14, max_running=4)
+    engine = make_engine(proposer("bushy"), page_size=4, num_pages=14, max_running=4, reserve_tokens=1)
     requests = [make_request(f"r{i}", prompt_of(9, seed=i), max_tokens=30) for i in range(3)]
     for request in requests:
         engine.add(request)
@@ -193,7 +208,9 @@ def test_held_request_keeps_its_pages_after_the_first_token() -> None:
 
 def test_logprobs_follow_the_accepted_path() -> None:
     plain = run(make_engine(), [make_request("r", prompt_of(20), max_tokens=20, logprobs=3)])["r"]
-    bushy = run(make_engine(proposer("bushy")), [make_request("r", prompt_of(20), max_tokens=20, logprobs=3)])["r"]
+    bushy = run(
+        make_engine(proposer("bushy")), [make_request("r", prompt_of(20), max_tokens=20, logprobs=3)]
+    )["r"]
     expected = [entry for progress in plain for entry in progress.logprobs or ()]
     found = [entry for progress in bushy for entry in progress.logprobs or ()]
     assert len(found) == len(expected) == 20

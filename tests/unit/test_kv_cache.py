@@ -52,7 +52,8 @@ def test_too_large_allocation_changes_nothing() -> None:
     cache.attach_prefix(request)
     with pytest.raises(OutOfPages, match="3 pages wanted, 2 available"):
         cache.grow(request, 9)
-    assert request.pages == [] and cache.num_available == 2
+    assert request.pages == []
+    assert cache.num_available == 2
     assert cache.problems([request]) == []
 
 

@@ -1,0 +1,278 @@
+"""A prefill and a decode core joined by hand: real engines, the memory transport, no host, our own clock."""
+
+from collections.abc import Callable
+
+from decode_node.loop import DecodeLoop
+from engine.admission import EngineLimits
+from kv_transfer.checksums import page_checksum
+from kv_transfer.decode_side import DecodeTransfers
+from kv_transfer.ids import Incarnation, TransferId
+from kv_transfer.messages import Hello, SemanticIdentity
+from kv_transfer.peers import PeerTable
+from kv_transfer.prefill_side import PrefillTransfers
+from kv_transfer.transport import PoolMemory, WriteHandle
+from kv_transfer.transports.memory import Fault, MemoryFabric, MemoryTransport
+from prefill_node.loop import PrefillLoop
+from speculative.loop import EngineLoop
+from speculative.registry import create_proposer
+from tests.engines import VOCAB_SIZE, make_engine
+from wire.host_events import (
+    DropPeer,
+    Link,
+    LinkClosed,
+    LinkMessage,
+    LinkOpened,
+    NodeCore,
+    PeerAccepted,
+    PeerClosed,
+    PeerHello,
+    PeerMessage,
+    PeerRefused,
+    ToLink,
+    ToPeer,
+)
+from wire.intake import Intake
+from wire.work import (
+    Cancel,
+    Event,
+    Failed,
+    Finished,
+    NodeRef,
+    Preempted,
+    Rejected,
+    SamplingParams,
+    Submit,
+    Tokens,
+)
+
+IDENTITY = SemanticIdentity(model="tiny", revision="", weights="w", dtype="float32", tokenizer="t")
+STEP_S = 0.01
+LINK = Link(1)
+
+
+def peers_of(
+    engine: EngineLoop, name: str, fabric: MemoryFabric, *, is_decode: bool, identity: SemanticIdentity
+) -> PeerTable:
+    pool = engine.pool
+    incarnation = Incarnation(name)
+    transport = MemoryTransport(incarnation, fabric)
+    transport.register(
+        PoolMemory(
+            address=pool.address,
+            page_bytes=pool.layout.page_bytes,
+            num_pages=pool.num_pages,
+            buffer=pool.buffer,
+        )
+    )
+    hello = Hello(
+        incarnation=incarnation,
+        identity=identity,
+        layout=pool.layout,
+        offers=(transport.offer(),),
+        checksums=True,
+    )
+    return PeerTable(ours=hello, transports={transport.name: transport}, is_decode=is_decode)
+
+
+def make_prefill(
+    name: str, fabric: MemoryFabric, *, identity: SemanticIdentity = IDENTITY, **engine_options: int
+) -> PrefillLoop:
+    engine = make_engine(**engine_options)  # type: ignore[arg-type]
+    return PrefillLoop(
+        engine=engine,
+        transfers=PrefillTransfers(
+            page_size=engine.cache.page_size,
+            page_bytes=engine.pool.layout.page_bytes,
+            page_checksum=lambda page: page_checksum(engine.pool.page(page)),
+        ),
+        peers=peers_of(engine, name, fabric, is_decode=False, identity=identity),
+        intake=intake_of(engine),
+    )
+
+
+def make_decode(
+    name: str,
+    fabric: MemoryFabric,
+    *,
+    algorithm: str = "none",
+    identity: SemanticIdentity = IDENTITY,
+    **engine_options: int,
+) -> DecodeLoop:
+    options = {} if algorithm == "none" else {"num_draft_tokens": 6}
+    engine = make_engine(create_proposer(algorithm, options), **engine_options)  # type: ignore[arg-type]
+    return DecodeLoop(
+        engine=engine,
+        transfers=DecodeTransfers(
+            page_size=engine.cache.page_size,
+            page_checksum=lambda page: page_checksum(engine.pool.page(page)),
+        ),
+        peers=peers_of(engine, name, fabric, is_decode=True, identity=identity),
+        intake=intake_of(engine),
+        page_bytes=engine.pool.layout.page_bytes,
+    )
+
+
+def intake_of(engine: EngineLoop) -> Intake:
+    limits = EngineLimits(
+        max_model_len=512,
+        vocab_size=VOCAB_SIZE,
+        num_pages=engine.cache.num_pages,
+        page_size=engine.cache.page_size,
+    )
+    return Intake(limits=limits, max_waiting=64)
+
+
+class NodePair:
+    """One P and one D, one router link to each. `events` holds what each told the router, in order."""
+
+    def __init__(
+        self,
+        *,
+        faults: Callable[[WriteHandle], Fault] | None = None,
+        algorithm: str = "none",
+        decode_identity: SemanticIdentity = IDENTITY,
+        prefill_options: dict[str, int] | None = None,
+        decode_options: dict[str, int] | None = None,
+    ) -> None:
+        self.now = 0.0
+        clock = lambda: self.now  # noqa: E731 - the fabric's clock is ours
+        self.fabric = MemoryFabric(clock=clock, **({} if faults is None else {"faults": faults}))
+        self.prefill = make_prefill("P", self.fabric, **(prefill_options or {}))
+        self.decode = make_decode(
+            "D", self.fabric, algorithm=algorithm, identity=decode_identity, **(decode_options or {})
+        )
+        self.events: dict[str, list[Event]] = {"P": [], "D": []}
+        self.timeline: list[tuple[float, str, str]] = []
+        self.refused: list[str] = []
+        self.is_connected = False
+        for core in (self.prefill, self.decode):
+            core.handle(LinkOpened(link=LINK), 0.0)
+        self.connect()
+
+    def connect(self) -> None:
+        self.is_connected = True
+        self.prefill.handle(PeerHello(hello=self.decode.hello()), self.now)
+        self.decode.handle(PeerHello(hello=self.prefill.hello()), self.now)
+        self.deliver()
+
+    def disconnect(self) -> None:
+        if self.is_connected:
+            self.is_connected = False
+            self.prefill.handle(PeerClosed(peer=Incarnation("D")), self.now)
+            self.decode.handle(PeerClosed(peer=Incarnation("P")), self.now)
+            self.deliver()
+
+    def submit(
+        self, key: str, prompt: list[int], *, deadline_s: float = 1e6, **sampling: object
+    ) -> TransferId:
+        tid = TransferId(key, 1)
+        params = {"seed": 0, "max_tokens": 12, "temperature": 0.0, **sampling}
+        for core, peer in ((self.prefill, "D"), (self.decode, "P")):
+            core.handle(
+                LinkMessage(
+                    link=LINK,
+                    message=Submit(
+                        tid=tid,
+                        prompt_ids=tuple(prompt),
+                        num_prompt_tokens=len(prompt),
+                        sampling=SamplingParams(**params),  # type: ignore[arg-type]
+                        peer=NodeRef(address=peer, incarnation=Incarnation(peer)),
+                        deadline_s=deadline_s,
+                    ),
+                ),
+                self.now,
+            )
+        self.deliver()
+        return tid
+
+    def cancel(self, tid: TransferId) -> None:
+        for core in (self.prefill, self.decode):
+            core.handle(LinkMessage(link=LINK, message=Cancel(tid=tid)), self.now)
+        self.deliver()
+
+    def lose_router(self) -> None:
+        for core in (self.prefill, self.decode):
+            core.handle(LinkClosed(link=LINK), self.now)
+            core.handle(LinkOpened(link=LINK), self.now)
+        self.deliver()
+
+    def step(self) -> None:
+        for core in (self.prefill, self.decode):
+            core.step(self.now)
+            self.deliver()
+            self.check()
+        self.now += STEP_S
+
+    def run(self, *, limit: int = 3000) -> None:
+        """Step until both nodes are idle."""
+        for _ in range(limit):
+            if self.prefill.status().is_idle and self.decode.status().is_idle:
+                return
+            self.step()
+        raise AssertionError("the pair does not come to rest")
+
+    def deliver(self) -> None:
+        """Carry outputs over until there are none."""
+        while True:
+            moved = False
+            for name, core, other in (("P", self.prefill, self.decode), ("D", self.decode, self.prefill)):
+                for output in core.take_outputs():
+                    moved = True
+                    self._carry(name, output, other)
+            if not moved:
+                return
+
+    def _carry(self, name: str, output: object, other: NodeCore) -> None:
+        match output:
+            case ToLink(event=event):
+                self.events[name].append(event)
+            case ToPeer(message=message):
+                self.timeline.append((self.now, name, type(message).__name__))
+                if self.is_connected:
+                    other.handle(PeerMessage(peer=Incarnation(name), message=message), self.now)
+            case PeerRefused(refused=refused):
+                self.refused.append(str(refused))
+            case DropPeer():
+                self.is_connected = False
+                other.handle(PeerClosed(peer=Incarnation(name)), self.now)
+            case PeerAccepted():
+                pass
+
+    def check(self) -> None:
+        assert [core.status().integrity for core in (self.prefill, self.decode)] == ["", ""]
+
+    def tokens(self, tid: TransferId) -> list[int]:
+        """Output ids by index; every index exactly once."""
+        found: dict[int, int] = {}
+        for events in self.events.values():
+            for event in events:
+                if isinstance(event, Tokens) and event.tid == tid:
+                    for offset, token in enumerate(event.ids):
+                        assert event.first_index + offset not in found, f"{tid}: index twice"
+                        found[event.first_index + offset] = token
+        assert sorted(found) == list(range(len(found)))
+        return [found[index] for index in sorted(found)]
+
+    def ends(self, tid: TransferId) -> tuple[str, str]:
+        """How P and D ended it: the reason or code of the one terminal event each sent ("" for none)."""
+        return self._end("P", tid), self._end("D", tid)
+
+    def _end(self, name: str, tid: TransferId) -> str:
+        ends = [
+            event
+            for event in self.events[name]
+            if event.tid == tid and isinstance(event, Finished | Failed | Rejected | Preempted)
+        ]
+        assert len(ends) <= 1, f"{tid} ended {len(ends)} times on {name}: {ends}"
+        if not ends:
+            return ""
+        assert [event for event in self.events[name] if event.tid == tid][-1] is ends[0]
+        (end,) = ends
+        if isinstance(end, Finished):
+            return end.reason
+        return "preempted" if isinstance(end, Preempted) else end.code
+
+    def is_at_rest(self) -> bool:
+        """Every page available again on both sides."""
+        loads = [core.status().load for core in (self.prefill, self.decode)]
+        return all(load.free_pages == load.total_pages for load in loads)
