@@ -137,7 +137,8 @@ def _num_kept(
     top_k_mass_R = torch.where(top_k_R > num_candidates, torch.inf, top_k_mass_R)
     total_R = torch.where(top_k_R < vocab_size, top_k_mass_R, probs_RV.sum(dim=-1).double())
     num_short_R = (ends_RC < (top_p_R * total_R)[:, None]).sum(dim=-1)
-    return torch.minimum(num_short_R + 1, top_k_R)
+    # With top-p off nothing may be lost to the rounding of the total.
+    return torch.where(top_p_R < 1.0, torch.minimum(num_short_R + 1, top_k_R), top_k_R)
 
 
 def _exact_edge(

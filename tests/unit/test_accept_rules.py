@@ -1,0 +1,190 @@
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from speculative.accept import Acceptance
+from speculative.accept_rules import block_verification, chain_rejection, inverse_cdf, target_only
+from speculative.proposer import Proposal
+from speculative.tree import Tree, build
+from tests.unit.plain_rules import golden_cases
+
+Sparse = dict[int, float]
+
+G4_TREE = build(9, Proposal(token_ids=(1, 2, 3, 7), parents=(0, 0, 1, 3)))
+G4_ROWS: list[Sparse] = [
+    {1: 0.5, 2: 0.2, 6: 0.3},
+    {3: 0.4, 4: 0.1, 8: 0.5},
+    {5: 0.6, 6: 0.4},
+    {7: 0.25, 0: 0.75},
+    {5: 1.0},
+]
+G5_P = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.1, 0.6, 0.1, 0.2], [0.25] * 4], dtype=torch.float64)
+G5_Q = torch.tensor([[0.2, 0.7, 0.1, 0.0], [0.3, 0.3, 0.2, 0.2]], dtype=torch.float64)
+
+
+def dense(rows: list[Sparse]) -> torch.Tensor:
+    p_NV = torch.zeros(len(rows), 10, dtype=torch.float64)
+    for node, row in enumerate(rows):
+        for token_id, p in row.items():
+            p_NV[node, token_id] = p
+    return p_NV
+
+
+@pytest.mark.parametrize(
+    ("coins", "final", "nodes", "emitted"),
+    [
+        ([0.45, 0.3, 0.9, 0.2, 0.5], 0.1, (0, 1, 3, 4), (1, 3, 7, 5)),
+        ([0.6, 0.3, 0.9, 0.2, 0.5], 0.5, (0, 2), (2, 5)),
+        ([0.75, 0.3, 0.9, 0.2, 0.5], 0.5, (0,), (6,)),
+        ([0.1, 0.4, 0.9, 0.2, 0.5], 0.2, (0, 1), (1, 8)),
+    ],
+)
+def test_target_only_gives_the_golden_outcome(
+    coins: list[float], final: float, nodes: tuple[int, ...], emitted: tuple[int, ...]
+) -> None:
+    outcome = target_only(G4_TREE, dense(G4_ROWS), coins=coins, final_coin=final)
+    assert (outcome.nodes, outcome.token_ids) == (nodes, emitted)
+
+
+def test_lossy_thresholds_accept_more_than_the_law_allows() -> None:
+    p_NV = dense(G4_ROWS)
+    outcome = target_only(
+        G4_TREE, p_NV, coins=[0.75, 0.9, 0.5, 0.5, 0.5], final_coin=0.7, lossy_accept_threshold=0.5
+    )
+    assert outcome.token_ids == (1, 8)
+    outcome = target_only(G4_TREE, p_NV, coins=[0.99] * 5, final_coin=0.7, lossy_single_threshold=0.2)
+    assert outcome.nodes == (0, 1, 3, 4)
+
+
+def test_the_first_token_of_target_only_follows_p() -> None:
+    counts = torch.zeros(10, dtype=torch.float64)
+    for coin in (torch.arange(1000) + 0.5) / 1000:
+        outcome = target_only(G4_TREE, dense(G4_ROWS), coins=[float(coin)] * 5, final_coin=0.5)
+        counts[outcome.token_ids[0]] += 1
+    assert (counts / 1000).tolist() == pytest.approx(dense(G4_ROWS)[0].tolist(), abs=1e-9)
+
+
+def test_target_only_draws_what_no_child_covers_from_the_rest_of_p() -> None:
+    tree = build(9, Proposal(token_ids=(0,), parents=(0,)))
+    p_NV = torch.tensor([[0.3, 0.1, 0.6]] * 2, dtype=torch.float64)
+    grid = [(i + 0.5) / 70 for i in range(70)]
+    counts = [0, 0, 0]
+    for coin, final in itertools.product(grid, grid):
+        counts[target_only(tree, p_NV, coins=[coin, 0.0], final_coin=final).token_ids[0]] += 1
+    assert [count / 4900 for count in counts] == pytest.approx([0.3, 0.1, 0.6], abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "coins", "final", "emitted"),
+    [
+        ([0, 1], [0.9, 0.9], 0.6, (0, 1, 2)),
+        ([1, 1], [0.5, 0.1], 0.5, (0,)),
+        ([1, 0], [0.4, 0.4], 0.9, (1, 1)),
+        ([3, 0], [0.0, 0.0], 0.49, (0,)),
+    ],
+)
+def test_chain_rejection_gives_the_golden_outcome(
+    drafts: list[int], coins: list[float], final: float, emitted: tuple[int, ...]
+) -> None:
+    outcome = chain_rejection(drafts, G5_P, G5_Q, coins=coins, final_coin=final)
+    assert outcome.token_ids == emitted
+    assert outcome.nodes == tuple(range(len(emitted)))
+
+
+@pytest.mark.parametrize(("coin", "emitted"), [(0.29, (1, 0)), (0.31, (0,))])
+def test_a_certain_draft_is_accepted_with_its_probability(coin: float, emitted: tuple[int, ...]) -> None:
+    one_hot = torch.tensor([[0.0, 1.0, 0.0, 0.0]], dtype=torch.float64)
+    p_NV = torch.stack((G5_P[0], torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)))
+    outcome = chain_rejection([1], p_NV, one_hot, coins=[coin], final_coin=0.5)
+    assert outcome.token_ids == emitted
+
+
+def test_a_certain_target_accepts_its_token_whatever_the_coin() -> None:
+    p_NV = torch.tensor([[0.0, 0.0, 1.0, 0.0]] * 2, dtype=torch.float64)
+    outcome = chain_rejection([2], p_NV, G5_Q[1:], coins=[0.999], final_coin=0.5)
+    assert outcome.token_ids == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "coins", "emitted"), [([1, 1], [0.6, 0.5], (1, 1, 2)), ([1, 0], [0.4, 0.9], (0,))]
+)
+def test_block_verification_gives_the_golden_outcome(
+    drafts: list[int], coins: list[float], emitted: tuple[int, ...]
+) -> None:
+    outcome = block_verification(drafts, G5_P, G5_Q, coins=coins, final_coin=0.5)
+    assert outcome.token_ids == emitted
+
+
+@pytest.mark.parametrize("verify", [chain_rejection, block_verification])
+def test_the_first_token_of_a_drawn_draft_follows_p(verify: Callable[..., Acceptance]) -> None:
+    steps, law = 30, torch.zeros(4, dtype=torch.float64)
+    grid = [(i + 0.5) / steps for i in range(steps)]
+    p_NV, q_KV = G5_P[[0, 2]], G5_Q[:1]
+    for draft in range(3):
+        share = float(q_KV[0, draft]) / steps**2
+        for coin, final in itertools.product(grid, grid):
+            law[verify([draft], p_NV, q_KV, coins=[coin], final_coin=final).token_ids[0]] += share
+    assert law.tolist() == pytest.approx(G5_P[0].tolist(), abs=1 / steps)
+
+
+def test_both_tokens_of_a_block_follow_the_joint_law() -> None:
+    steps = 24
+    grid = [(i + 0.5) / steps for i in range(steps)]
+    p_NV = torch.tensor([[0.75, 0.25], [0.25, 0.75], [0.5, 0.5]], dtype=torch.float64)
+    q_KV = torch.tensor([[0.5, 0.5], [0.5, 0.5]], dtype=torch.float64)
+    first = torch.zeros(2, dtype=torch.float64)
+    pair = torch.zeros(2, 2, dtype=torch.float64)
+    for drafts in itertools.product(range(2), range(2)):
+        for coin_1, coin_2, final in itertools.product(grid, grid, grid):
+            outcome = block_verification(drafts, p_NV, q_KV, coins=[coin_1, coin_2], final_coin=final)
+            share = 0.25 / steps**3
+            first[outcome.token_ids[0]] += share
+            if len(outcome.token_ids) > 1:
+                pair[outcome.token_ids[0], outcome.token_ids[1]] += share
+            else:  # the next round draws the second token from p
+                pair[outcome.token_ids[0]] += share * p_NV[1]
+    assert first.tolist() == pytest.approx([0.75, 0.25], abs=0.02)
+    assert pair.flatten().tolist() == pytest.approx([0.1875, 0.5625, 0.0625, 0.1875], abs=0.02)
+
+
+def test_golden_trees_and_chains_are_reproduced() -> None:
+    for case in golden_cases(seed=5):
+        parents = tuple(case["tree"]["parent"][1:])
+        tree = build(case["root"], Proposal(token_ids=tuple(case["tokens"]), parents=parents))
+        _check_tree(tree, case["target_only"])
+        chain = case["chain"]
+        for rule, key in ((chain_rejection, "token_wise"), (block_verification, "block")):
+            outcome = rule(
+                chain["candidates"][1:],
+                torch.tensor(chain["p"], dtype=torch.float64),
+                torch.tensor(chain["q"], dtype=torch.float64),
+                coins=chain["coins"],
+                final_coin=chain["final"],
+            )
+            assert list(outcome.token_ids) == chain[key]["emitted"]
+            assert outcome.num_correct_drafts == chain[key]["num_correct_drafts"]
+
+
+def _check_tree(tree: Tree, case: dict[str, Any]) -> None:
+    p_NV = torch.tensor(case["p"], dtype=torch.float64)
+    outcome = target_only(tree, p_NV, coins=case["coins"], final_coin=case["final"])
+    assert list(outcome.nodes) == [node for node in case["accept_index"] if node >= 0]
+    assert list(outcome.token_ids) == [case["predict"][node] for node in outcome.nodes]
+
+
+@pytest.mark.parametrize(
+    ("weights", "uniform", "index"),
+    [
+        ([0.0, 2.0, 0.0, 2.0, 0.0], 0.0, 1),
+        ([0.0, 2.0, 0.0, 2.0, 0.0], 0.5, 3),
+        ([0.0, 2.0, 0.0, 2.0, 0.0], 1.0, 3),
+        ([0.0, 0.0, 0.0], 0.3, 2),
+    ],
+)
+def test_the_inverse_cdf_takes_the_first_index_above_and_never_a_weightless_one(
+    weights: list[float], uniform: float, index: int
+) -> None:
+    assert inverse_cdf(torch.tensor(weights), uniform) == index
