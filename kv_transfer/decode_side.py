@@ -16,8 +16,9 @@ A Final that comes before any range is news of the data too: RECEIVING. LANDED i
 The request's own deadline also ends QUEUED, RESERVED and RECEIVING. Cancel, TransferFailed and loss of
 the peer are legal everywhere; any other event a state does not list (`_LISTED`) is counted in `faults`
 and ends the tid. A failure is reported at once, its lease is released later: on P's Drained or after
-the teardown of P's connection, never on a timer. Nothing is said for ids that are over or unknown: P
-answers every Reserve and every CancelTransfer of an id it has given up with TransferFailed and Drained.
+the teardown of P's connection, never on a timer. Nothing is said for ids that are over or unknown, but a
+TransferFailed that precedes its Submit is remembered: that Submit ends at once, holding nothing. P answers
+every Reserve and every CancelTransfer of an id it has given up with Drained.
 
 Feed what arrived before `tick`: completion is checked on arrival, so a transfer that finished in time
 and is noticed late still joins. `peer_lost` comes after `transport.close_peer`. Landed must be the last
@@ -147,10 +148,14 @@ class DecodeTransfers:
         self, tid: TransferId, *, peer: Incarnation, num_prompt_tokens: int, deadline: float, now: float
     ) -> list[DecodeAction]:
         """A request whose prompt `peer` computes. `num_prompt_tokens` counts all of its `prompt_ids`."""
-        if tid in self._live or self._ended.code(tid) is not None:
+        code = errors.DONE if tid in self._live else self._ended.code(tid)
+        if code == errors.DONE:
             self.faults["second submit"] += 1
             reason = f"{tid} was submitted before"
             return [Refuse(tid=tid, code=errors.DUPLICATE, retryable=False, reason=reason)]
+        if code is not None:
+            self._ended.remember(peer, tid, errors.DONE)
+            return [_ended_before_submit(tid, code)]
         self._live[tid] = _Transfer(
             tid=tid,
             peer=peer,
@@ -236,16 +241,21 @@ class DecodeTransfers:
         return self._take()
 
     def failed(self, peer: Incarnation, message: TransferFailed, *, now: float) -> list[DecodeAction]:
-        """P gave up, or ("finished") needs no decoding. Its Drained follows where we hold a lease."""
+        """P gave up, or ("finished") needs no decoding; maybe before the router's Submit is here.
+
+        Its Drained follows where we hold a lease.
+        """
+        if message.tid not in self._live and self._ended.code(message.tid) is None:
+            self._ended.remember(peer, message.tid, message.code)
         transfer = self._find("failed", message.tid, peer, now)
         if transfer is None or transfer.state in _ENDING:
             return self._take()
         if message.code == errors.FINISHED:
             self._out.append(HandedOver(tid=transfer.tid))
-        elif message.code in errors.CODES:
-            self._report(transfer, message.code, message.reason)
         else:
-            self._report(transfer, errors.PEER_FAILED, f"{message.code}: {message.reason}")
+            self._report(
+                transfer, _known(message.code), f"{message.code} on the prefill node: {message.reason}"
+            )
         self._leave(transfer, now)
         return self._take()
 
@@ -359,6 +369,18 @@ class DecodeTransfers:
     def _take(self) -> list[DecodeAction]:
         out, self._out = self._out, []
         return out
+
+
+def _ended_before_submit(tid: TransferId, code: str) -> HandedOver | Refuse:
+    """What P said about an id before we knew it is all there will be."""
+    if code == errors.FINISHED:
+        return HandedOver(tid=tid)
+    known, reason = _known(code), f"{code} on the prefill node"
+    return Refuse(tid=tid, code=known, retryable=_retryable(known), reason=reason)
+
+
+def _known(code: str) -> str:
+    return code if code in errors.CODES else errors.PEER_FAILED
 
 
 def _retryable(code: str) -> bool:

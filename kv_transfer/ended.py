@@ -18,8 +18,8 @@ class EndedTransfers:
         self._peer_of: dict[TransferId, Incarnation] = {}
 
     def remember(self, peer: Incarnation, tid: TransferId, code: str) -> None:
-        """Note how a transfer ended; an id that is remembered already keeps its first code."""
-        if tid in self._peer_of:
+        """Note how a transfer ended; what one peer's ended as, another peer cannot change."""
+        if self._peer_of.get(tid, peer) != peer:
             return
         codes = self._peers.setdefault(peer, OrderedDict())
         codes[tid] = code

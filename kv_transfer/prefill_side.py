@@ -269,7 +269,8 @@ class PrefillTransfers:
         transfer = self._live.get(message.tid)
         if transfer is None:
             self._early.take(peer, message.tid)
-            self._ended.remember(peer, message.tid, errors.PEER_CANCELLED)
+            if self._ended.code(message.tid) is None:
+                self._ended.remember(peer, message.tid, errors.PEER_CANCELLED)
             self._send(peer, Drained(tid=message.tid))
         elif transfer.peer != peer:
             self.faults["cancel from a stranger"] += 1

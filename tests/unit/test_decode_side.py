@@ -175,7 +175,7 @@ EVENTS: dict[str, Callable[[DecodeTransfers], list[DecodeAction]]] = {
 }
 Q, R, V, C, X = DecodeState
 CANCELLED = failure(errors.CANCELLED, "cancelled by the router")
-BROKEN = failure(errors.WRITE_FAILED, "broken")
+BROKEN = failure(errors.WRITE_FAILED, "write_failed on the prefill node: broken")
 LOST = failure(errors.PEER_LOST, "gone")
 FAULT = "fault"
 OUTCOMES: dict[tuple[DecodeState, str], tuple[list[DecodeAction] | str, DecodeState | None]] = {
@@ -322,6 +322,32 @@ def test_a_submit_of_an_ended_transfer_is_refused_and_of_the_next_attempt_is_not
     assert transfers.submit(again, peer=P, num_prompt_tokens=40, deadline=9.0, now=0.0) == []
 
 
+@pytest.mark.parametrize(
+    ("code", "action"),
+    [
+        (errors.FINISHED, HandedOver(tid=TID)),
+        (
+            errors.CANCELLED,
+            Refuse(tid=TID, code=errors.CANCELLED, retryable=False, reason="cancelled on the prefill node"),
+        ),
+        (
+            "odd",
+            Refuse(tid=TID, code=errors.PEER_FAILED, retryable=True, reason="odd on the prefill node"),
+        ),
+    ],
+)
+def test_what_ended_on_the_prefill_node_before_its_submit_ends_with_it(
+    code: str, action: DecodeAction
+) -> None:
+    transfers = machine()
+    assert transfers.failed(P, TransferFailed(tid=TID, code=code), now=0.0) == []
+    assert transfers.drained(P, TID, now=0.0) == []
+    assert submit(transfers) == [action]
+    (second,) = submit(transfers)
+    assert isinstance(second, Refuse)
+    assert second.code == errors.DUPLICATE
+
+
 # -- deadlines
 
 
@@ -416,7 +442,9 @@ def test_one_stuck_peer_is_closed_once_per_tick_and_other_peers_are_left_alone()
 def test_a_code_of_the_peers_own_becomes_peer_failed() -> None:
     transfers = in_state(DecodeState.QUEUED)
     failed = TransferFailed(tid=TID, code="odd", reason="why")
-    assert transfers.failed(P, failed, now=0.0) == [failure(errors.PEER_FAILED, "odd: why")]
+    assert transfers.failed(P, failed, now=0.0) == [
+        failure(errors.PEER_FAILED, "odd on the prefill node: why")
+    ]
 
 
 def test_a_refused_peer_fails_what_waits_for_it() -> None:
@@ -472,7 +500,7 @@ def test_the_memory_of_ended_transfers_is_bounded_per_peer_and_goes_with_the_pee
     first, second, third = (TransferId("r", attempt) for attempt in range(3))
     for tid in (first, second, third):
         ended.remember(P, tid, str(tid))
-    ended.remember(P, third, "later")
+    ended.remember(OTHER, third, "another's")
     assert [ended.code(tid) for tid in (first, second, third)] == [None, "r#1", "r#2"]
     ended.remember(OTHER, first, "x")
     ended.drop(P)
