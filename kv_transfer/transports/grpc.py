@@ -54,7 +54,7 @@ def open_channel(address: str) -> grpc.aio.Channel:
 
 
 class GrpcTransport:
-    """`may_write` None means: this node never receives, and opens no stream."""
+    """A prefill node gives `may_write` None: it never receives and opens no stream."""
 
     def __init__(
         self,
@@ -264,7 +264,12 @@ def _stop_receiving(incoming: IncomingPages) -> None:
 def _report(task: "asyncio.Task[None]", incoming: IncomingPages) -> None:
     """The task boundary of a receiving stream: whatever ended it is the reason the peer is gone."""
     error = None if task.cancelled() else task.exception()
-    incoming.lost("stream ended" if error is None else str(error) or repr(error))
+    if error is None:
+        incoming.lost("stream ended")
+    elif isinstance(error, grpc.aio.AioRpcError):
+        incoming.lost(f"{error.code().name}: {error.details()}")
+    else:
+        incoming.lost(repr(error))
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], Any]) -> None:
