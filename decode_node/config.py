@@ -36,9 +36,6 @@ class DecodeConfig:
     dtype: DType = "auto"
     """Type of weights and activations; auto: bfloat16 where the device has it, else float32."""
 
-    kv_dtype: DType = "auto"
-    """Type of the KV cache; auto: the same as dtype. Must be equal on both nodes of a pair."""
-
     page_size: int = 16
     """Tokens per KV page. Must be equal on both nodes of a pair."""
 
@@ -56,6 +53,9 @@ class DecodeConfig:
 
     max_running: int = 32
     """Most requests in the running batch."""
+
+    reserve_tokens: int = 512
+    """Tokens of growth counted on for every running request before another one is let in."""
 
     max_waiting: int = 256
     """Most requests waiting; more are rejected and the router tries elsewhere."""

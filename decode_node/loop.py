@@ -113,6 +113,7 @@ class DecodeLoop:
         self._outputs: list[Output] = []
         self._counters: Counter[str] = Counter()
         self._steps = 0
+        self._transfer_s = 0.0
         self._is_draining = False
         self._now = 0.0
 
@@ -361,7 +362,7 @@ class DecodeLoop:
         account.transport = self._transport_name(account.peer)
         self._counters["joined"] += 1
         self._counters["kv_bytes_received"] += account.kv_bytes
-        self._counters["kv_transfer_seconds"] += action.transfer_s
+        self._transfer_s += action.transfer_s
 
     def _transport_name(self, peer: Incarnation | None) -> str:
         agreement = None if peer is None else self._peers.agreement(peer)
@@ -423,6 +424,10 @@ class DecodeLoop:
             is_draining=self._is_draining,
             is_idle=not self._accounts and self._transfers.next_deadline is None,
             integrity="; ".join(problems),
-            counters={**self._engine.counters.as_dict(), **self._counters},
+            counters={
+                **self._engine.counters.as_dict(),
+                **self._counters,
+                "kv_transfer_seconds": self._transfer_s,
+            },
             peers=self._peers.states(),
         )

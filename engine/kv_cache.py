@@ -95,6 +95,11 @@ class KvCache:
     def has_lease(self, holder: Hashable) -> bool:
         return holder in self._leases
 
+    def holds_lease(self, holder: Hashable, pages: Iterable[int]) -> bool:
+        """Are all of these pages leased to `holder` now? Safe to ask from another thread."""
+        leased = self._leases.get(holder)
+        return leased is not None and set(pages) <= set(leased)
+
     def lease_to_request(self, holder: Hashable, request: Request) -> None:
         """The pages have landed: they follow the request's cached ones."""
         pages = self._leases.pop(holder)

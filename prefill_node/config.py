@@ -36,9 +36,6 @@ class PrefillConfig:
     dtype: DType = "auto"
     """Type of weights and activations; auto: bfloat16 where the device has it, else float32."""
 
-    kv_dtype: DType = "auto"
-    """Type of the KV cache; auto: the same as dtype. Must be equal on both nodes of a pair."""
-
     page_size: int = 16
     """Tokens per KV page. Must be equal on both nodes of a pair."""
 

@@ -90,6 +90,7 @@ class PrefillLoop:
         self._outputs: list[Output] = []
         self._counters: Counter[str] = Counter()
         self._steps = 0
+        self._transfer_s = 0.0
         self._is_draining = False
         self._now = 0.0
 
@@ -229,11 +230,7 @@ class PrefillLoop:
                 case WriteDone(handle=handle):
                     self._do(self._transfers.write_done(handle, now=self._now))
                 case WriteFailed(handle=handle, reason=reason):
-                    self._do(
-                        self._transfers.write_failed(
-                            handle, reason=reason, now=self._now
-                        )
-                    )
+                    self._do(self._transfers.write_failed(handle, reason=reason, now=self._now))
                 case PeerGone(peer=peer, reason=reason):
                     self._drop(peer, reason)
 
@@ -317,7 +314,7 @@ class PrefillLoop:
     def _handed_over(self, action: HandoverDone) -> None:
         self._counters["handed_over"] += 1
         self._counters["kv_bytes_sent"] += action.num_bytes
-        self._counters["kv_transfer_seconds"] += action.transfer_s
+        self._transfer_s += action.transfer_s
         account = self._accounts[action.tid]
         agreement = self._peers.agreement(account.peer)
         self._links.emit(
@@ -373,6 +370,10 @@ class PrefillLoop:
             is_draining=self._is_draining,
             is_idle=not self._accounts,
             integrity="; ".join(cache.problems(self._engine.requests())),
-            counters={**self._engine.counters.as_dict(), **self._counters},
+            counters={
+                **self._engine.counters.as_dict(),
+                **self._counters,
+                "kv_transfer_seconds": self._transfer_s,
+            },
             peers=self._peers.states(),
         )

@@ -32,11 +32,21 @@ CATALOGUE: Mapping[str, Algorithm] = MappingProxyType(
 
 def create_proposer(name: str, options: Mapping[str, object]) -> Proposer:
     """Build an algorithm. Raises ValueError for an unknown name, an unknown option or a bad value."""
-    algorithm = CATALOGUE.get(name)
-    if algorithm is None:
-        raise ValueError(f"speculative algorithm must be one of {sorted(CATALOGUE)}, got {name!r}")
-    known = signature(algorithm.config).parameters
+    algorithm = _algorithm(name)
+    known = options_of(name)
     for key, value in options.items():
         if key not in known:
             raise ValueError(f"{name} has no option {key!r} (value {value!r}); it has {sorted(known)}")
     return algorithm.proposer(algorithm.config(**options))
+
+
+def options_of(name: str) -> frozenset[str]:
+    """Names of the options an algorithm has. Raises ValueError for an unknown algorithm."""
+    return frozenset(signature(_algorithm(name).config).parameters)
+
+
+def _algorithm(name: str) -> Algorithm:
+    algorithm = CATALOGUE.get(name)
+    if algorithm is None:
+        raise ValueError(f"speculative algorithm must be one of {sorted(CATALOGUE)}, got {name!r}")
+    return algorithm

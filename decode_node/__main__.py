@@ -1,0 +1,25 @@
+"""`python -m decode_node`: one decode node on its own; `paceline decode` adds environment and configuration file."""
+
+import asyncio
+import logging
+from typing import Annotated
+
+import uvloop
+from cyclopts import App, Parameter
+
+from decode_node.config import DecodeConfig
+from decode_node.node import run
+
+app = App(name="decode_node", help="Run one decode node.")
+
+
+@app.default
+def main(settings: Annotated[DecodeConfig, Parameter(name="*")]) -> None:
+    """Serve until SIGTERM or SIGINT."""
+    logging.basicConfig(level=settings.log_level.upper())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run(settings))
+
+
+if __name__ == "__main__":
+    app()

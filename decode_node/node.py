@@ -1,0 +1,59 @@
+"""Wires a decode node: settings to engine, engine to core, core to process."""
+
+import asyncio
+
+from decode_node.config import DecodeConfig
+from decode_node.loop import DecodeLoop
+from kv_transfer.checksums import page_checksum
+from kv_transfer.decode_side import DecodeTransfers
+from speculative.build import BuiltEngine, EngineSettings, build_engine
+from wire.node_app import CoreParts, Role, facts_of, serve_node
+
+
+async def run(config: DecodeConfig) -> None:
+    """Load, serve, drain on SIGTERM. Raises ValueError for a setting or a model that cannot work."""
+    built = await asyncio.to_thread(build_engine, settings_of(config))
+    facts = facts_of("decode", config, built)
+    await serve_node(
+        config,
+        facts,
+        Role(
+            build_core=lambda parts: core_of(built, parts),
+            wants=lambda record: record.role == "prefill" and record.model == facts.model_name,
+            may_write=lambda _, tid, page_ids: built.loop.cache.holds_lease(tid, page_ids),
+        ),
+    )
+
+
+def settings_of(config: DecodeConfig) -> EngineSettings:
+    return EngineSettings(
+        model=config.model,
+        device=config.device,
+        dtype=config.dtype,
+        page_size=config.page_size,
+        num_pages=config.num_pages,
+        kv_memory_mib=config.kv_memory_mib,
+        max_model_len=config.max_model_len,
+        chunk_tokens=config.chunk_tokens,
+        max_running=config.max_running,
+        reserve_tokens=config.reserve_tokens,
+        algorithm=config.algorithm,
+        draft_options={"num_draft_tokens": config.num_draft_tokens},
+        threads=config.threads,
+        is_prefill_only=False,
+    )
+
+
+def core_of(built: BuiltEngine, parts: CoreParts) -> DecodeLoop:
+    pool = built.loop.pool
+    transfers = DecodeTransfers(
+        page_size=pool.layout.page_size,
+        page_checksum=lambda page: page_checksum(pool.page(page)),
+    )
+    return DecodeLoop(
+        engine=built.loop,
+        transfers=transfers,
+        peers=parts.peers,
+        intake=parts.intake,
+        page_bytes=pool.layout.page_bytes,
+    )

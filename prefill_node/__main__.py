@@ -1,0 +1,25 @@
+"""`python -m prefill_node`: one prefill node on its own; `paceline prefill` adds environment and configuration file."""
+
+import asyncio
+import logging
+from typing import Annotated
+
+import uvloop
+from cyclopts import App, Parameter
+
+from prefill_node.config import PrefillConfig
+from prefill_node.node import run
+
+app = App(name="prefill_node", help="Run one prefill node.")
+
+
+@app.default
+def main(settings: Annotated[PrefillConfig, Parameter(name="*")]) -> None:
+    """Serve until SIGTERM or SIGINT."""
+    logging.basicConfig(level=settings.log_level.upper())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run(settings))
+
+
+if __name__ == "__main__":
+    app()

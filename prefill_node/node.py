@@ -1,0 +1,49 @@
+"""Wires a prefill node: settings to engine, engine to core, core to process."""
+
+import asyncio
+
+from kv_transfer.checksums import page_checksum
+from kv_transfer.prefill_side import PrefillTransfers
+from prefill_node.config import PrefillConfig
+from prefill_node.loop import PrefillLoop
+from speculative.build import BuiltEngine, EngineSettings, build_engine
+from wire.node_app import CoreParts, Role, facts_of, serve_node
+
+
+async def run(config: PrefillConfig) -> None:
+    """Load, serve, drain on SIGTERM. Raises ValueError for a setting or a model that cannot work."""
+    built = await asyncio.to_thread(build_engine, settings_of(config))
+    await serve_node(
+        config,
+        facts_of("prefill", config, built),
+        Role(build_core=lambda parts: core_of(built, parts), wants=None, may_write=None),
+    )
+
+
+def settings_of(config: PrefillConfig) -> EngineSettings:
+    return EngineSettings(
+        model=config.model,
+        device=config.device,
+        dtype=config.dtype,
+        page_size=config.page_size,
+        num_pages=config.num_pages,
+        kv_memory_mib=config.kv_memory_mib,
+        max_model_len=config.max_model_len,
+        chunk_tokens=config.chunk_tokens,
+        max_running=config.max_running,
+        reserve_tokens=0,  # nothing grows here: a request leaves with its first token
+        algorithm=config.algorithm,
+        draft_options={"num_draft_tokens": config.num_draft_tokens},
+        threads=config.threads,
+        is_prefill_only=True,
+    )
+
+
+def core_of(built: BuiltEngine, parts: CoreParts) -> PrefillLoop:
+    pool = built.loop.pool
+    transfers = PrefillTransfers(
+        page_size=pool.layout.page_size,
+        page_bytes=pool.layout.page_bytes,
+        page_checksum=lambda page: page_checksum(pool.page(page)),
+    )
+    return PrefillLoop(engine=built.loop, transfers=transfers, peers=parts.peers, intake=parts.intake)

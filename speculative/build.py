@@ -1,0 +1,140 @@
+"""From settings to an engine that steps: checkpoint, proposer, page layout, pool, loop.
+
+Owns the order in which these are made and the sizes derived from settings. Must never know a role, a
+network or which algorithm it builds.
+"""
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from engine.kv_cache import KvCache
+from engine.layout import PoolSpec, build_layout
+from engine.loaders import LoadedModel, load_model
+from engine.models.config import ModelConfig
+from engine.pool import PagePool
+from engine.scheduler import SchedulerLimits
+from speculative.loop import EngineLoop
+from speculative.null import NullConfig, NullProposer
+from speculative.proposer import DraftNeeds, Proposer
+from speculative.registry import create_proposer, options_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """What an engine is built from; the node configurations say what each value means.
+
+    draft_options: settings of drafting; those the algorithm does not have are left out.
+    is_prefill_only: the engine never drafts, so an algorithm that needs nothing of the prompt is not built.
+    """
+
+    model: str
+    device: str
+    dtype: str
+    page_size: int
+    num_pages: int
+    kv_memory_mib: int
+    max_model_len: int
+    chunk_tokens: int
+    max_running: int
+    reserve_tokens: int
+    algorithm: str
+    draft_options: Mapping[str, object]
+    threads: int
+    is_prefill_only: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltEngine:
+    loop: EngineLoop
+    config: ModelConfig
+    max_model_len: int
+    dtype: str
+    weights_fingerprint: str
+
+    @property
+    def needs(self) -> DraftNeeds:
+        return self.loop.proposer.needs
+
+
+def build_engine(settings: EngineSettings) -> BuiltEngine:
+    """Load and allocate everything. Raises ValueError naming the setting that cannot work."""
+    torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
+    torch.set_grad_enabled(False)
+    proposer = _proposer(settings)
+    loaded = load_model(settings.model, dtype=settings.dtype, device=_device(settings.device))
+    config = loaded.config
+    max_model_len = settings.max_model_len or config.max_model_len
+    if max_model_len > config.max_model_len:
+        raise ValueError(
+            f"max_model_len must be at most {config.max_model_len} for this model, got {max_model_len}"
+        )
+    pool = _pool(settings, loaded, proposer.needs)
+    cache = KvCache(
+        num_pages=pool.num_pages,
+        page_size=settings.page_size,
+        fingerprint=f"{loaded.weights_fingerprint} {proposer.needs.prefill_identity}",
+    )
+    limits = SchedulerLimits(
+        max_running=settings.max_running,
+        chunk_tokens=settings.chunk_tokens,
+        reserve_tokens=settings.reserve_tokens,
+    )
+    loop = EngineLoop(model=loaded.model, pool=pool, cache=cache, proposer=proposer, limits=limits)
+    return BuiltEngine(
+        loop=loop,
+        config=config,
+        max_model_len=max_model_len,
+        dtype=str(loaded.model.dtype).removeprefix("torch."),
+        weights_fingerprint=loaded.weights_fingerprint,
+    )
+
+
+def _proposer(settings: EngineSettings) -> Proposer:
+    known = options_of(settings.algorithm)
+    options = {name: value for name, value in settings.draft_options.items() if name in known}
+    proposer = create_proposer(settings.algorithm, options)
+    if settings.is_prefill_only and not proposer.needs.prefill_identity:
+        return NullProposer(NullConfig())
+    return proposer
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device must be auto or cpu where there is no CUDA, got {name!r}")
+    return torch.device(name)
+
+
+def _pool(settings: EngineSettings, loaded: LoadedModel, needs: DraftNeeds) -> PagePool:
+    config = loaded.config
+    target = PoolSpec(
+        pool="target",
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+    )
+    layout = build_layout(
+        page_size=settings.page_size,
+        dtype=str(loaded.model.dtype).removeprefix("torch."),
+        pools=[target, *needs.draft_kv],
+    )
+    num_pages = settings.num_pages or settings.kv_memory_mib * 2**20 // layout.page_bytes
+    if num_pages < 1:
+        raise ValueError(
+            f"kv_memory_mib must hold at least one page of {layout.page_bytes} bytes,"
+            f" got {settings.kv_memory_mib}"
+        )
+    logger.info(
+        "KV pool: %d pages of %d tokens, %.0f MiB",
+        num_pages,
+        settings.page_size,
+        num_pages * layout.page_bytes / 2**20,
+    )
+    return PagePool(layout, num_pages, loaded.model.device)

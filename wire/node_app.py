@@ -1,0 +1,214 @@
+"""A node as a process: server, transports, engine thread, registry, signals. The same for both roles.
+
+Owns the order of starting and stopping. Must never know what the core does with what it is handed.
+"""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from engine.admission import EngineLimits
+from engine.layout import KvLayout
+from engine.thread import StepThread
+from kv_transfer.ids import Incarnation, TransferId, new_incarnation
+from kv_transfer.messages import Hello, SemanticIdentity
+from kv_transfer.peers import PeerTable
+from kv_transfer.transport import PoolMemory
+from kv_transfer.transports.registry import AUTO, BACKENDS, Built, Setup, build, choose, unusable
+from speculative.build import BuiltEngine
+from wire.grpc_client import GrpcConnector
+from wire.grpc_server import GrpcServer
+from wire.host import HostConfig, NodeHost
+from wire.host_events import NodeCore
+from wire.intake import Intake
+from wire.node_config import NodeConfig, advertised_address
+from wire.peering import PeerSearch
+from wire.records import NodeRecord
+from wire.registry import RedisRegistry
+from wire.registry_view import RegistryView
+
+logger = logging.getLogger(__name__)
+
+MayWrite = Callable[[Incarnation, TransferId, tuple[int, ...]], bool]
+
+
+class EngineCrashed(RuntimeError):
+    """The core raised: a node that cannot step is dead, and its process ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts:
+    """What a role knows once its engine stands."""
+
+    role: str
+    model_name: str
+    identity: SemanticIdentity
+    layout: KvLayout
+    memory: PoolMemory
+    limits: EngineLimits
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreParts:
+    """What a role's core is built from besides its engine."""
+
+    peers: PeerTable
+    intake: Intake
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """How one role differs: its core, and which peers it opens sessions to (None: it waits for them)."""
+
+    build_core: Callable[[CoreParts], NodeCore]
+    wants: Callable[[NodeRecord], bool] | None
+    may_write: MayWrite | None
+
+
+def facts_of(role: str, config: NodeConfig, built: BuiltEngine) -> NodeFacts:
+    """What peers, routers and the registry are told about an engine."""
+    pool = built.loop.pool
+    name = config.served_model_name or Path(config.model).stem
+    identity = SemanticIdentity(
+        model=name,
+        revision="",
+        weights=built.weights_fingerprint,
+        dtype=built.dtype,
+        tokenizer=f"{built.config.vocab_size} ids, end {built.config.eos_token_ids}",
+        algorithm=built.needs.prefill_identity,
+    )
+    memory = PoolMemory(
+        address=pool.address,
+        page_bytes=pool.layout.page_bytes,
+        num_pages=pool.num_pages,
+        buffer=pool.buffer,
+    )
+    limits = EngineLimits(
+        max_model_len=built.max_model_len,
+        vocab_size=built.config.vocab_size,
+        num_pages=pool.num_pages,
+        page_size=pool.layout.page_size,
+    )
+    return NodeFacts(
+        role=role,
+        model_name=name,
+        identity=identity,
+        layout=pool.layout,
+        memory=memory,
+        limits=limits,
+        eos_token_ids=built.config.eos_token_ids,
+    )
+
+
+async def serve_node(config: NodeConfig, facts: NodeFacts, role: Role) -> None:
+    """Run until SIGTERM or SIGINT, then drain and return. Raises EngineCrashed when the core died."""
+    server = GrpcServer(f"{config.host}:{config.port}")
+    address = advertised_address(config, server.port)
+    incarnation = new_incarnation()
+    setup = Setup(incarnation=incarnation, address=address, may_write=role.may_write)
+    transports = [build(name, setup) for name in _transport_names(config.transport)]
+    for built in transports:
+        built.transport.register(facts.memory)
+        built.attach(asyncio.get_running_loop())
+        server.add_handlers(_handlers(built))
+    peers = PeerTable(
+        ours=_hello(incarnation, facts, transports, has_checksums=config.checksums),
+        transports={built.transport.name: built.transport for built in transports},
+        is_decode=role.may_write is not None,
+    )
+    intake = Intake(limits=facts.limits, max_waiting=config.max_waiting)
+    core = role.build_core(CoreParts(peers=peers, intake=intake))
+    record = NodeRecord(
+        role=facts.role,
+        address=address,
+        incarnation=incarnation,
+        model=facts.model_name,
+        layout=facts.layout.fingerprint,
+        page_size=facts.layout.page_size,
+        max_model_len=facts.limits.max_model_len,
+        vocab_size=facts.limits.vocab_size,
+        transports=tuple(built.transport.name for built in transports),
+        eos_token_ids=facts.eos_token_ids,
+    )
+    try:
+        await _serve(config, record, core, server, role)
+    finally:
+        await server.stop()
+        peers.close()
+
+
+async def _serve(
+    config: NodeConfig, record: NodeRecord, core: NodeCore, server: GrpcServer, role: Role
+) -> None:
+    crashed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+    thread = StepThread(core, on_crash=crashed.set_result)
+    async with RedisRegistry(config.registry) as registry, GrpcConnector() as connector:
+        search = None
+        if role.wants is not None:
+            search = PeerSearch(connector=connector, view=RegistryView(registry), wants=role.wants)
+        host = NodeHost(
+            record=record,
+            driver=thread,
+            registry=registry,
+            search=search,
+            config=HostConfig(drain_timeout_s=config.drain_timeout_s),
+        )
+        thread.start()
+        await server.start(host)
+        logger.info(
+            "%s node %s serves %s at %s", record.role, record.incarnation, record.model, record.address
+        )
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(host.run())
+            stopping = group.create_task(_stop_on_signal(host))
+            await asyncio.wait((running, crashed), return_when=asyncio.FIRST_COMPLETED)
+            stopping.cancel()
+            if crashed.done():
+                running.cancel()
+                raise EngineCrashed("the engine thread died") from crashed.result()
+    await thread.stop()
+
+
+async def _stop_on_signal(host: NodeHost) -> None:
+    asked = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, asked.set)
+    await asked.wait()
+    logger.info("stopping: draining")
+    await asyncio.shield(host.stop())
+
+
+def _transport_names(wanted: str) -> list[str]:
+    """The data planes to offer, best first; what cannot be offered is said once."""
+    if wanted != AUTO:
+        return [choose(wanted).name]
+    choice = choose(AUTO)
+    if choice.degraded:
+        logger.warning("transport %s instead of the preferred one: %s", choice.name, choice.degraded)
+    return [name for name in BACKENDS if not unusable(name)]
+
+
+def _handlers(built: Built) -> "tuple[grpc.GenericRpcHandler[Any, Any], ...]":
+    handlers = built.rpc_handlers
+    assert all(isinstance(handler, grpc.GenericRpcHandler) for handler in handlers)
+    return tuple(handler for handler in handlers if isinstance(handler, grpc.GenericRpcHandler))
+
+
+def _hello(
+    incarnation: Incarnation, facts: NodeFacts, transports: Sequence[Built], *, has_checksums: bool
+) -> Hello:
+    return Hello(
+        incarnation=incarnation,
+        identity=facts.identity,
+        layout=facts.layout,
+        offers=tuple(built.transport.offer() for built in transports),
+        checksums=has_checksums,
+    )
