@@ -481,7 +481,8 @@ class World:
             for _ in range(self.rng.randint(5, 40)):
                 self.step()
         self.faults = 0.0
-        while self.deliver() or self.now < 200:
+        quiet = self.now + 100
+        while self.deliver() or self.now < quiet:
             self.step()
             self.tick(0.05)
 
