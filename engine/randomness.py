@@ -54,7 +54,7 @@ def uniform(seed: int, position: int, stream: int) -> float:
 def coin(seed: int, position: int, column: int) -> float:
     """The seeded coin of existing systems: hash / (2^32 - 1) as float32, at most 1 - 2^-24.
 
-    Source: reference/spec_eagle.md, section 3.6. Use `uniform` unless numbers must match theirs.
+    Source: the seeded coins of SGLang. Use `uniform` unless numbers must match theirs.
     """
     ratio = float(_hash((seed,), (position,), column)[0]) / _WORD
     return min(float(np.float32(ratio)), 1.0 - 2.0**-24)

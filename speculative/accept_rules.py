@@ -37,7 +37,7 @@ def target_only(
     """Accept the child in whose interval of p the node's coin falls, else draw from p without the children.
 
     Exact for any distinct children while both thresholds are 1; below 1 they favour drafts and are lossy.
-    `coins`: one per node. Source: SGLang's tree sampler (reference/spec_eagle.md, 3.2).
+    `coins`: one per node. Source: the tree sampler of SGLang.
     """
     threshold = max(lossy_accept_threshold, _SMALLEST_THRESHOLD)
     nodes, token_ids = [0], list[int]()
