@@ -74,6 +74,7 @@ class FakeCore:
 
     incarnation: Incarnation
     refuses: dict[Incarnation, Refused] = field(default_factory=dict)
+    says_on_hello: tuple[Output, ...] = ()
     events: list[HostEvent] = field(default_factory=list)
     is_idle: bool = True
     is_draining: bool = False
@@ -94,6 +95,7 @@ class FakeCore:
                 self.outputs.append(PeerRefused(peer=peer, refused=self.refuses[peer]))
             else:
                 self.outputs.append(PeerAccepted(peer=peer, reply=self.hello()))
+                self.outputs += self.says_on_hello
 
     def step(self, now: float) -> bool:
         self.num_steps += 1

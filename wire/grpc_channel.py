@@ -58,6 +58,7 @@ class GrpcChannel:
 
     async def send(self, message: Any) -> None:
         packed = self._stream.pack(message)
+        num_cancels = _num_cancels()
         try:
             async with asyncio.timeout(self._send_timeout_s), self._send_lock:
                 self._raise_if_ended()
@@ -68,7 +69,7 @@ class GrpcChannel:
             self._end(describe(error))
         except asyncio.CancelledError:
             self._end("cancelled while sending")
-            if _is_this_task_cancelled():  # else the call was cancelled under us
+            if _num_cancels() > num_cancels:  # else the call was cancelled under us
                 raise
         self._raise_if_ended()
 
@@ -86,6 +87,7 @@ class GrpcChannel:
 
     async def pump(self) -> None:
         """Read messages until the call ends or the channel is closed."""
+        num_cancels = _num_cancels()
         try:
             while not self._ended_by:
                 await self._pump_one()
@@ -96,7 +98,7 @@ class GrpcChannel:
             self._end(describe(error))
         except asyncio.CancelledError:
             self._end("cancelled")
-            if _is_this_task_cancelled():
+            if _num_cancels() > num_cancels:
                 raise
 
     async def _pump_one(self) -> None:
@@ -130,6 +132,7 @@ def describe(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def _is_this_task_cancelled() -> bool:
+def _num_cancels() -> int:
+    """How often the running task has been cancelled and not yet gone on."""
     task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+    return 0 if task is None else task.cancelling()
