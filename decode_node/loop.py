@@ -164,31 +164,23 @@ class DecodeLoop:
             deadline=self._now + submit.deadline_s,
             peer=None if submit.peer is None else submit.peer.incarnation,
         )
-        if account.peer is None:
-            self._engine.add(request)
-            self._counters["local_prefills"] += 1
-        elif not self._expect(link, request, account.peer, account.deadline):
-            return
         self._accounts[submit.tid] = account
         self._links.own(link, submit.tid)
         self._links.emit(Accepted(tid=submit.tid, queued_behind=self._engine.scheduler.num_waiting))
-
-    def _expect(self, link: Link, request: Request, peer: Incarnation, deadline: float) -> bool:
-        """Queue a transfer; False when its id was used before."""
-        actions = self._transfers.submit(
-            tid_of(request),
-            peer=peer,
-            num_prompt_tokens=len(request.prompt_ids),
-            deadline=deadline,
-            now=self._now,
+        if account.peer is None:
+            self._engine.add(request)
+            self._counters["local_prefills"] += 1
+            return
+        self._incoming[submit.tid] = request
+        self._do(
+            self._transfers.submit(
+                submit.tid,
+                peer=account.peer,
+                num_prompt_tokens=len(request.prompt_ids),
+                deadline=account.deadline,
+                now=self._now,
+            )
         )
-        for action in actions:
-            if isinstance(action, Refuse):
-                self._links.reject(link, rejected(action))
-                return False
-        self._incoming[tid_of(request)] = request
-        self._do(actions)
-        return True
 
     def _cancel(self, tid: TransferId) -> None:
         """The router wants no more; nothing is said back."""
@@ -208,18 +200,11 @@ class DecodeLoop:
         if isinstance(outcome, Refused):
             self._counters["peers_refused"] += 1
             self._outputs.append(PeerRefused(peer=hello.incarnation, refused=outcome))
-            self._fail_waiting(hello.incarnation, outcome)
+            reason = f"refused at handshake: {outcome}"
+            self._do(self._transfers.peer_lost(hello.incarnation, reason=reason, code=errors.INCOMPATIBLE))
             return
         self._transfers.peer_ready(hello.incarnation, has_checksums=outcome.has_checksums)
         self._outputs.append(PeerAccepted(peer=hello.incarnation, reply=self.hello()))
-
-    def _fail_waiting(self, peer: Incarnation, why: Refused) -> None:
-        for tid, account in list(self._accounts.items()):
-            if account.peer == peer and tid in self._incoming:
-                self._end(
-                    Failed(tid=tid, code=PAIR_REFUSED, retryable=True, reason=f"refused at handshake: {why}")
-                )
-        self._do(self._transfers.peer_lost(peer, reason=str(why), code=errors.INCOMPATIBLE))
 
     def _hear(self, peer: Incarnation, message: ToPrefill | ToDecode) -> None:
         now = self._now

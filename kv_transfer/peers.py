@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from kv_transfer.geometry import Agreement, negotiate
 from kv_transfer.ids import Incarnation
 from kv_transfer.messages import Hello, Refused
-from kv_transfer.transport import Transport, TransportError, TransportEvent
+from kv_transfer.transport import Transport, TransportError, TransportEvent, WriteHandle
 
 
 class PeerTable:
@@ -45,6 +45,11 @@ class PeerTable:
     def transport(self, peer: Incarnation) -> Transport:
         """The data plane agreed with a peer; the peer must be connected."""
         return self._transports[self._agreed[peer].transport]
+
+    def cancel(self, handle: WriteHandle) -> None:
+        """Stop a write where that is still possible; with its peer gone it has settled already."""
+        if handle.peer in self._agreed:
+            self.transport(handle.peer).cancel(handle)
 
     def drop(self, peer: Incarnation) -> None:
         """Tear the connection down: after this nothing of the peer can write here."""

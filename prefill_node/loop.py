@@ -298,7 +298,7 @@ class PrefillLoop:
                     handle = self._peers.transport(peer).write(peer, pages.tid, pages)
                     self._do(self._transfers.wrote(handle))
                 case CancelWrite(handle=handle):
-                    self._peers.transport(handle.peer).cancel(handle)
+                    self._peers.cancel(handle)
                 case StopCompute(tid=tid):
                     self._engine.hold(tid)
                 case ReleasePages(tid=tid):
