@@ -82,8 +82,8 @@ def _shards(source: GgufFile, names: list[str]) -> list[list[str]]:
 def _write_configs(source: GgufFile, folder: Path) -> None:
     config = {key: value for key, value in source.hf_config().items() if value is not None}
     _write_json(folder / "config.json", config | {"dtype": "bfloat16"})
-    special = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
-    _write_json(folder / "generation_config.json", special)
+    special = {"bos_token_id", "eos_token_id", "pad_token_id"}
+    _write_json(folder / "generation_config.json", {key: config[key] for key in config if key in special})
 
 
 def _write_tokenizer(source: GgufFile, gguf_path: Path, folder: Path) -> None:
