@@ -19,7 +19,7 @@ class RouterGrpcServer:
 
     def __init__(self, service: GenerationService, address: str) -> None:
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
-        self._health = health.aio.HealthServicer()
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # stubs miss it
         try:
             self.port = self._server.add_insecure_port(address)
         except RuntimeError as error:

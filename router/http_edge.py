@@ -24,6 +24,11 @@ Produce = Callable[[Callable[[bytes], Awaitable[None]]], Coroutine[Any, Any, Non
 
 _MAX_LABEL_CHARS = 128
 _CLIENT_GONE_STATUS = 499
+_STREAM_HEADERS = {
+    "content-type": "text/event-stream",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
 
 
 class UnsupportedMediaType(BadRequest):
@@ -104,9 +109,7 @@ class EventStream(Response):
     """
 
     def __init__(self, produce: Produce) -> None:
-        super().__init__(media_type="text/event-stream")
-        self.headers["cache-control"] = "no-cache"
-        self.headers["x-accel-buffering"] = "no"
+        super().__init__(headers=_STREAM_HEADERS)
         del self.headers["content-length"]
         self._produce = produce
 

@@ -58,6 +58,14 @@ class FakeDispatcher:
     num_open: int = 0
     num_closed_early: int = 0
     num_produced: int = 0
+    num_stalled: int = 0
+    stalled: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def until_stalled(self, count: int) -> None:
+        """Until so many generations wait for ever."""
+        while self.num_stalled < count:
+            self.stalled.clear()
+            await self.stalled.wait()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta | Outcome]:
         self.requests.append(request)
@@ -94,6 +102,8 @@ class FakeDispatcher:
         if self.error is not None and sent >= self.fail_after:
             raise self.error
         if self.stall_after is not None and sent >= self.stall_after:
+            self.num_stalled += 1
+            self.stalled.set()
             await asyncio.Event().wait()
 
     def _delta(self, request: GenerateRequest, first: int, ids: Sequence[int]) -> Delta:
