@@ -6,7 +6,7 @@ Owns the listening port. Must never know what a node does with the channels it i
 # ruff: noqa: ARG002  gRPC fixes the arguments of every handler
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 import grpc
@@ -64,7 +64,8 @@ class GrpcServer:
 
     async def start(self, node: ServedNode) -> None:
         """Serve `node` and report it healthy."""
-        node_pb2_grpc.add_NodeServicer_to_server(_NodeServicer(node, self._send_timeout_s), self._server)
+        servicer = _NodeServicer(node, self._send_timeout_s, set_healthy=self.set_healthy)
+        node_pb2_grpc.add_NodeServicer_to_server(servicer, self._server)
         transfer_pb2_grpc.add_TransferServicer_to_server(
             _TransferServicer(node, self._send_timeout_s), self._server
         )
@@ -89,9 +90,12 @@ class GrpcServer:
 
 
 class _NodeServicer(node_pb2_grpc.NodeServicer):
-    def __init__(self, node: ServedNode, send_timeout_s: float) -> None:
+    def __init__(
+        self, node: ServedNode, send_timeout_s: float, *, set_healthy: Callable[[bool], Awaitable[None]]
+    ) -> None:
         self._node = node
         self._send_timeout_s = send_timeout_s
+        self._set_healthy = set_healthy
 
     async def Work(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]  # reader/writer API
         stream = _stream(context, pack=pack_from_node, unpack=unpack_to_node)
@@ -108,6 +112,7 @@ class _NodeServicer(node_pb2_grpc.NodeServicer):
 
     async def Drain(self, request: node_pb2.DrainRequest, context: Any) -> node_pb2.DrainResponse:
         self._node.drain()
+        await self._set_healthy(False)
         return node_pb2.DrainResponse()
 
 

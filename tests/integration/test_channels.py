@@ -294,13 +294,13 @@ async def test_status_drain_health_and_reflection_answer() -> None:
         status = await connector.status(address)
         assert (status.role, status.address, status.incarnation) == ("prefill", "p:1", "p-1")
         assert unpack_status(status) == STATUS
-        await connector.drain(address)
-        assert node.num_drains == 1
     async with grpc.aio.insecure_channel(address) as connection:
         health = health_pb2_grpc.HealthStub(connection)
         ask = health_pb2.HealthCheckRequest(service="paceline.node.v1.Node")
         assert (await health.Check(ask)).status == health_pb2.HealthCheckResponse.SERVING
-        await server.set_healthy(False)
+        async with GrpcConnector() as connector:
+            await connector.drain(address)
+        assert node.num_drains == 1
         assert (await health.Check(ask)).status == health_pb2.HealthCheckResponse.NOT_SERVING
         call = reflection_pb2_grpc.ServerReflectionStub(connection).ServerReflectionInfo()
         await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
