@@ -6,6 +6,7 @@ A `TransportNode` is one end; a `Bench` makes ends of one kind that can reach on
 
 import asyncio
 import ctypes
+import functools
 import json
 import random
 import sys
@@ -263,7 +264,7 @@ def run_peer(kind: str, role: str) -> None:
         if role == "writer":
             ready = Ready(tid=TransferId("endless", attempt), start=0, local_pages=pages, remote_pages=pages)
             handle = node.transport.write(peer, ready.tid, ready)
-            pump(bench, [node], lambda handle=handle: node.is_settled(handle), 600.0)
+            pump(bench, [node], functools.partial(node.is_settled, handle), 600.0)
         node.poll()
         node.events.clear()
         bench.tick()
