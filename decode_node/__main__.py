@@ -1,4 +1,4 @@
-"""`python -m decode_node`: one decode node on its own; `paceline decode` adds environment and configuration file."""
+"""`python -m decode_node`: one decode node; `paceline decode` adds environment and configuration file."""
 
 import asyncio
 import logging

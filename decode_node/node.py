@@ -13,7 +13,7 @@ from wire.node_app import CoreParts, Role, facts_of, serve_node
 async def run(config: DecodeConfig) -> None:
     """Load, serve, drain on SIGTERM. Raises ValueError for a setting or a model that cannot work."""
     built = await asyncio.to_thread(build_engine, settings_of(config))
-    facts = facts_of("decode", config, built)
+    facts = facts_of("decode", config, built.facts)
     await serve_node(
         config,
         facts,

@@ -1,4 +1,4 @@
-"""`python -m prefill_node`: one prefill node on its own; `paceline prefill` adds environment and configuration file."""
+"""`python -m prefill_node`: one prefill node; `paceline prefill` adds environment and configuration file."""
 
 import asyncio
 import logging

@@ -15,7 +15,7 @@ async def run(config: PrefillConfig) -> None:
     built = await asyncio.to_thread(build_engine, settings_of(config))
     await serve_node(
         config,
-        facts_of("prefill", config, built),
+        facts_of("prefill", config, built.facts),
         Role(build_core=lambda parts: core_of(built, parts), wants=None, may_write=None),
     )
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.facts import EngineFacts
 from engine.kv_cache import KvCache
 from engine.layout import PoolSpec, build_layout
 from engine.loaders import LoadedModel, load_model
-from engine.models.config import ModelConfig
 from engine.pool import PagePool
 from engine.scheduler import SchedulerLimits
 from speculative.loop import EngineLoop
@@ -52,14 +52,7 @@ class EngineSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltEngine:
     loop: EngineLoop
-    config: ModelConfig
-    max_model_len: int
-    dtype: str
-    weights_fingerprint: str
-
-    @property
-    def needs(self) -> DraftNeeds:
-        return self.loop.proposer.needs
+    facts: EngineFacts
 
 
 def build_engine(settings: EngineSettings) -> BuiltEngine:
@@ -86,13 +79,19 @@ def build_engine(settings: EngineSettings) -> BuiltEngine:
         reserve_tokens=settings.reserve_tokens,
     )
     loop = EngineLoop(model=loaded.model, pool=pool, cache=cache, proposer=proposer, limits=limits)
-    return BuiltEngine(
-        loop=loop,
-        config=config,
+    facts = EngineFacts(
+        layout=pool.layout,
+        address=pool.address,
+        buffer=pool.buffer,
+        num_pages=pool.num_pages,
+        vocab_size=config.vocab_size,
+        eos_token_ids=config.eos_token_ids,
         max_model_len=max_model_len,
         dtype=str(loaded.model.dtype).removeprefix("torch."),
         weights_fingerprint=loaded.weights_fingerprint,
+        prefill_identity=proposer.needs.prefill_identity,
     )
+    return BuiltEngine(loop=loop, facts=facts)
 
 
 def _proposer(settings: EngineSettings) -> Proposer:

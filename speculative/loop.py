@@ -312,10 +312,10 @@ class EngineLoop:
     ) -> Progress:
         """Append what the stop rules leave of `tokens`; node i of the path drew tokens[i]."""
         request = item.request
-        if NO_TOKEN in tokens:
-            return Progress(request=request, error=item.errors[nodes[tokens.index(NO_TOKEN)]])
         ending = truncate(tokens, params=request.sampling, num_outputs=request.num_outputs)
         kept = ending.token_ids
+        if NO_TOKEN in kept:
+            return Progress(request=request, error=item.errors[nodes[kept.index(NO_TOKEN)]])
         request.tokens += kept
         request.num_steps += 1
         self.counters.output_tokens += len(kept)

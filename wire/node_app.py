@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 
 from engine.admission import EngineLimits
+from engine.facts import EngineFacts
 from engine.layout import KvLayout
 from engine.thread import StepThread
 from kv_transfer.ids import Incarnation, TransferId, new_incarnation
@@ -21,7 +22,6 @@ from kv_transfer.messages import Hello, SemanticIdentity
 from kv_transfer.peers import PeerTable
 from kv_transfer.transport import PoolMemory
 from kv_transfer.transports.registry import AUTO, BACKENDS, Built, Setup, build, choose, unusable
-from speculative.build import BuiltEngine
 from wire.grpc_client import GrpcConnector
 from wire.grpc_server import GrpcServer
 from wire.host import HostConfig, NodeHost
@@ -72,38 +72,34 @@ class Role:
     may_write: MayWrite | None
 
 
-def facts_of(role: str, config: NodeConfig, built: BuiltEngine) -> NodeFacts:
+def facts_of(role: str, config: NodeConfig, engine: EngineFacts) -> NodeFacts:
     """What peers, routers and the registry are told about an engine."""
-    pool = built.loop.pool
     name = config.served_model_name or Path(config.model).stem
-    identity = SemanticIdentity(
-        model=name,
-        revision="",
-        weights=built.weights_fingerprint,
-        dtype=built.dtype,
-        tokenizer=f"{built.config.vocab_size} ids, end {built.config.eos_token_ids}",
-        algorithm=built.needs.prefill_identity,
-    )
-    memory = PoolMemory(
-        address=pool.address,
-        page_bytes=pool.layout.page_bytes,
-        num_pages=pool.num_pages,
-        buffer=pool.buffer,
-    )
-    limits = EngineLimits(
-        max_model_len=built.max_model_len,
-        vocab_size=built.config.vocab_size,
-        num_pages=pool.num_pages,
-        page_size=pool.layout.page_size,
-    )
     return NodeFacts(
         role=role,
         model_name=name,
-        identity=identity,
-        layout=pool.layout,
-        memory=memory,
-        limits=limits,
-        eos_token_ids=built.config.eos_token_ids,
+        identity=SemanticIdentity(
+            model=name,
+            revision="",
+            weights=engine.weights_fingerprint,
+            dtype=engine.dtype,
+            tokenizer=f"{engine.vocab_size} ids, end {engine.eos_token_ids}",
+            algorithm=engine.prefill_identity,
+        ),
+        layout=engine.layout,
+        memory=PoolMemory(
+            address=engine.address,
+            page_bytes=engine.layout.page_bytes,
+            num_pages=engine.num_pages,
+            buffer=engine.buffer,
+        ),
+        limits=EngineLimits(
+            max_model_len=engine.max_model_len,
+            vocab_size=engine.vocab_size,
+            num_pages=engine.num_pages,
+            page_size=engine.layout.page_size,
+        ),
+        eos_token_ids=engine.eos_token_ids,
     )
 
 

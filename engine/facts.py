@@ -1,0 +1,24 @@
+"""What the outside is told about a built engine. Torch-free, so that the network side may read it."""
+
+from dataclasses import dataclass
+
+from engine.layout import KvLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """`address` and `buffer` are the KV pool's memory, which lives as long as the engine.
+
+    prefill_identity: what the drafting algorithm needs to be equal on a prefill node; empty: nothing.
+    """
+
+    layout: KvLayout
+    address: int
+    buffer: memoryview
+    num_pages: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    dtype: str
+    weights_fingerprint: str
+    prefill_identity: str
