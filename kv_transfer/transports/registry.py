@@ -58,22 +58,6 @@ BACKENDS: Mapping[str, _Backend] = MappingProxyType(
 """In order of preference."""
 
 
-def choose(wanted: str) -> Choice:
-    """Resolve `auto` to the best transport that works here; check a named one.
-
-    Raises ValueError for an unknown name, TransportError with the reason when a named one cannot work.
-    """
-    if wanted != AUTO and wanted not in BACKENDS:
-        raise ValueError(f"transport must be one of {[AUTO, *BACKENDS]}, got {wanted!r}")
-    reasons: list[str] = []
-    for name in BACKENDS if wanted == AUTO else (wanted,):
-        reason = unusable(name)
-        if not reason:
-            return Choice(name=name, degraded="; ".join(reasons))
-        reasons.append(reason)
-    raise TransportError(f"transport {wanted}: {'; '.join(reasons)}")
-
-
 def unusable(name: str) -> str:
     """Why this backend cannot work here; empty when it can."""
     backend = BACKENDS[name]
@@ -84,6 +68,22 @@ def unusable(name: str) -> str:
     except ImportError as error:
         return f"{backend.library} does not load: {error}"
     return ""
+
+
+def choose(wanted: str, *, probe: Callable[[str], str] = unusable) -> Choice:
+    """Resolve `auto` to the best transport that works here; check a named one.
+
+    Raises ValueError for an unknown name, TransportError with the reason when a named one cannot work.
+    """
+    if wanted != AUTO and wanted not in BACKENDS:
+        raise ValueError(f"transport must be one of {[AUTO, *BACKENDS]}, got {wanted!r}")
+    reasons: list[str] = []
+    for name in BACKENDS if wanted == AUTO else (wanted,):
+        reason = probe(name)
+        if not reason:
+            return Choice(name=name, degraded="; ".join(reasons))
+        reasons.append(reason)
+    raise TransportError(f"transport {wanted}: {'; '.join(reasons)}")
 
 
 def build(name: str, setup: Setup) -> Built:
