@@ -6,6 +6,7 @@ Owns the order of starting and stopping. Must never know what the core does with
 import asyncio
 import logging
 import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,6 +133,7 @@ async def serve_node(config: NodeConfig, facts: NodeFacts, role: Role) -> None:
         vocab_size=facts.limits.vocab_size,
         transports=tuple(built.transport.name for built in transports),
         eos_token_ids=facts.eos_token_ids,
+        started_at=time.time(),
     )
     try:
         await _serve(config, record, core, server, role)
@@ -163,7 +165,7 @@ async def _serve(
         )
         async with asyncio.TaskGroup() as group:
             running = group.create_task(host.run())
-            stopping = group.create_task(_stop_on_signal(host))
+            stopping = group.create_task(_stop_on_signal(host, server))
             await asyncio.wait((running, crashed), return_when=asyncio.FIRST_COMPLETED)
             stopping.cancel()
             if crashed.done():
@@ -172,13 +174,14 @@ async def _serve(
     await thread.stop()
 
 
-async def _stop_on_signal(host: NodeHost) -> None:
+async def _stop_on_signal(host: NodeHost, server: GrpcServer) -> None:
     asked = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, asked.set)
     await asked.wait()
     logger.info("stopping: draining")
+    await server.set_healthy(False)
     await asyncio.shield(host.stop())
 
 
