@@ -143,7 +143,7 @@ async def _serve(
     with _stop_signals() as stop, contextlib.closing(_listen(config.host, config.port)) as listener:
         rpc = RouterGrpcServer(router.grpc(), f"{_bracketed(config.host)}:{config.grpc_port}")
         await rpc.start()
-        http = _HttpServer(_uvicorn_config(router.http()))
+        http = HttpServer(uvicorn_config(router.http()))
         listening = Listening(
             http_url=f"http://{_shown(config.host)}:{listener.getsockname()[1]}",
             grpc_address=f"{_shown(config.host)}:{rpc.port}",
@@ -203,7 +203,7 @@ def _stop_signals() -> Iterator[StopSignal]:
             loop.remove_signal_handler(number)
 
 
-class _HttpServer(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """Signals are ours: a router drains before its server stops."""
 
     @contextlib.contextmanager
@@ -211,7 +211,8 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
-def _uvicorn_config(app: Starlette) -> uvicorn.Config:
+def uvicorn_config(app: Starlette) -> uvicorn.Config:
+    """How the HTTP server runs in a loop and with sockets that are ours."""
     return uvicorn.Config(
         app,
         http="httptools",

@@ -60,6 +60,7 @@ class FakeDispatcher:
     num_produced: int = 0
     num_stalled: int = 0
     stalled: asyncio.Event = field(default_factory=asyncio.Event)
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def until_stalled(self, count: int) -> None:
         """Until so many generations wait for ever."""
@@ -67,9 +68,14 @@ class FakeDispatcher:
             self.stalled.clear()
             await self.stalled.wait()
 
+    async def until_idle(self) -> None:
+        """Until no generation is open."""
+        await self.idle.wait()
+
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta | Outcome]:
         self.requests.append(request)
         self.num_open += 1
+        self.idle.clear()
         is_over = False
         try:
             async for item in self._items(request):
@@ -80,6 +86,8 @@ class FakeDispatcher:
             raise
         finally:
             self.num_open -= 1
+            if self.num_open == 0:
+                self.idle.set()
             self.num_closed_early += not is_over
 
     async def _items(self, request: GenerateRequest) -> AsyncGenerator[Delta | Outcome]:
