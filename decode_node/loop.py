@@ -38,7 +38,8 @@ from kv_transfer.messages import (
 )
 from kv_transfer.peers import PeerTable
 from kv_transfer.transport import Landed, PeerGone
-from speculative.loop import EngineLoop, Progress
+from speculative.loop import EngineLoop
+from speculative.progress import Progress
 from wire.host_events import (
     Drain,
     DropPeer,

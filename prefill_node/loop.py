@@ -37,7 +37,8 @@ from kv_transfer.peers import PeerTable
 from kv_transfer.prefill_side import PrefillTransfers
 from kv_transfer.transport import Completed, PeerGone, WriteDone, WriteFailed
 from prefill_node.handoff import tensors_of
-from speculative.loop import EngineLoop, Progress
+from speculative.loop import EngineLoop
+from speculative.progress import Progress
 from wire.host_events import (
     Drain,
     DropPeer,

@@ -20,34 +20,10 @@ from engine.request import Request
 from engine.sampling import NO_TOKEN, Row, draw
 from engine.sampling_state import SamplingState
 from engine.scheduler import Scheduler, SchedulerLimits
-from speculative.accept import FinishReason, truncate, walk
+from speculative.accept import truncate, walk
+from speculative.progress import LoopCounters, Progress, StepResult
 from speculative.proposer import Advance, Proposal, Proposer, Seed
 from speculative.tree import Tree, build
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """What one step did for one request. `tokens` are new; the first `num_accepted` were drafted.
-
-    finish_reason: set once, on the step after which the request no longer runs here.
-    error: the request was dropped because its logits were unusable.
-    """
-
-    request: Request
-    tokens: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] | None = None
-    num_drafted: int = 0
-    num_accepted: int = 0
-    finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    progress: tuple[Progress, ...] = ()
-    admitted: tuple[Request, ...] = ()
-    preempted: tuple[Request, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,33 +42,6 @@ class _Work:
     errors: Mapping[int, str] = field(default_factory=dict)  # by node
 
 
-@dataclass(slots=True)
-class LoopCounters:
-    """Totals since start, for metrics."""
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    rounds: int = 0
-    preemptions: int = 0
-    accepted_at: list[int] = field(default_factory=list)  # [i]: rounds that accepted more than i drafts
-
-    def as_dict(self) -> dict[str, float]:
-        counts = {
-            "engine_steps": self.steps,
-            "prompt_tokens": self.prompt_tokens,
-            "output_tokens": self.output_tokens,
-            "rounds": self.rounds,
-            "drafted_tokens": self.drafted,
-            "accepted_tokens": self.accepted,
-            "preemptions": self.preemptions,
-        }
-        per_position = {f"accepted_at_{i}": count for i, count in enumerate(self.accepted_at)}
-        return {name: float(count) for name, count in (counts | per_position).items()}
-
-
 class EngineLoop:
     """Requests enter with `add` (prompt to be computed) or `join` (prompt already in its pages), leave when
     they finish or by `release`. A request added with `hold` keeps its pages after its first token, until
@@ -105,6 +54,7 @@ class EngineLoop:
         self.pool = pool
         self.cache = cache
         self.proposer = proposer
+        proposer.bind(model, pool)
         self.scheduler = Scheduler(cache, limits)
         self.counters = LoopCounters(accepted_at=[0] * proposer.needs.max_draft_tokens)
         self._states: dict[Hashable, SamplingState] = {}
@@ -157,18 +107,14 @@ class EngineLoop:
     # planning
 
     def _plan(self) -> tuple[list[_Work], list[Request]]:
-        decoding = self.scheduler.decoding()
-        limits = [self._draft_limit(request) for request in decoding]
-        proposals = self.proposer.propose(decoding, limits) if decoding else []
-        work: list[_Work] = []
         preempted: list[Request] = []
-        for request, proposal in zip(decoding, proposals, strict=True):
-            if request in preempted:
-                continue
-            fitted = self._reserve(request, proposal, preempted)
-            if fitted is not None:
-                work.append(self._round(request, fitted))
-        work = [item for item in work if item.request not in preempted]
+        limits: dict[Request, int] = {}
+        for request in self.scheduler.decoding():
+            if request not in preempted:
+                limits[request] = self._fit(request, preempted)
+        limits = {request: limit for request, limit in limits.items() if request not in preempted}
+        proposals = self.proposer.propose(list(limits), list(limits.values())) if limits else []
+        work = [self._round(request, proposal) for request, proposal in zip(limits, proposals, strict=True)]
         work += [self._chunk(request, count) for request, count in self.scheduler.chunks()]
         start = 0
         for item in work:
@@ -181,23 +127,27 @@ class EngineLoop:
         remaining = request.sampling.max_tokens - request.num_outputs
         return min(self.proposer.needs.max_draft_tokens, remaining - 1)
 
-    def _reserve(self, request: Request, proposal: Proposal, preempted: list[Request]) -> Proposal | None:
-        """Find slots for root and drafts: drop the drafts, then the youngest requests, at last this one."""
+    def _fit(self, request: Request, preempted: list[Request]) -> int:
+        """Find slots for root and drafts; returns how many tokens may be drafted.
+
+        Short of pages, drop the drafts, then the youngest requests, at last this one.
+        """
+        limit = self._draft_limit(request)
         try:
-            self.cache.grow(request, request.num_committed + 1 + len(proposal.token_ids))
-            return proposal
+            num_slots = max(1 + limit, self.proposer.needs.num_scratch_slots if limit else 1)
+            self.cache.grow(request, request.num_committed + num_slots)
+            return limit
         except OutOfPages:
             pass
-        while True:
+        while request not in preempted:
             try:
                 self.cache.grow(request, request.num_committed + 1)
-                return Proposal()
+                break
             except OutOfPages:
                 victim = self.scheduler.youngest()
                 self._preempt(victim)
                 preempted.append(victim)
-                if victim is request:
-                    return None
+        return 0
 
     def _preempt(self, request: Request) -> None:
         self.counters.preemptions += 1

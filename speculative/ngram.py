@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from engine.batch import ForwardOutput
+from engine.models.model import Model
+from engine.pool import PagePool
 from engine.request import Request
 from speculative.proposer import Advance, DraftNeeds, Proposal, Seed
 
@@ -203,6 +205,9 @@ class NgramProposer:
         self.needs = DraftNeeds(max_draft_tokens=config.num_draft_tokens)
         self._config = config
         self._drafters: dict[Request, _Drafter] = {}
+
+    def bind(self, model: Model, pool: PagePool) -> None:
+        pass
 
     def admit(self, request: Request, seed: Seed | None) -> None:  # noqa: ARG002 - part of the seam
         drafter = _Drafter(self._config)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.batch import ForwardOutput
+from engine.models.model import Model
+from engine.pool import PagePool
 from engine.request import Request
 from speculative.proposer import Advance, DraftNeeds, Proposal, Seed
 
@@ -21,6 +23,9 @@ class NullProposer:
 
     def __init__(self, config: NullConfig) -> None:  # noqa: ARG002 - part of the seam
         self.needs = DraftNeeds()
+
+    def bind(self, model: Model, pool: PagePool) -> None:
+        pass
 
     def admit(self, request: Request, seed: Seed | None) -> None:
         pass

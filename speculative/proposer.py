@@ -12,6 +12,8 @@ import torch
 
 from engine.batch import ForwardOutput
 from engine.layout import PoolSpec
+from engine.models.model import Model
+from engine.pool import PagePool
 from engine.request import Request
 
 
@@ -20,6 +22,7 @@ class DraftNeeds:
     """What an algorithm asks of the engine, the page layout and the handoff. Frozen data.
 
     max_draft_tokens: nodes of a proposal without the root; 0 is plain decoding.
+    num_scratch_slots: slots from `num_committed` on that `propose` may write draft KV to.
     hidden_layers: target layers to capture (indices as in `engine.batch.ForwardBatch`).
     draft_kv: regions added to every page after the target's.
     handoff: names of the tensors the handoff record carries.
@@ -28,6 +31,7 @@ class DraftNeeds:
     """
 
     max_draft_tokens: int = 0
+    num_scratch_slots: int = 0
     hidden_layers: tuple[int, ...] = ()
     draft_kv: tuple[PoolSpec, ...] = ()
     handoff: tuple[str, ...] = ()
@@ -77,6 +81,11 @@ class Proposer(Protocol):
 
     @property
     def needs(self) -> DraftNeeds: ...
+
+    def bind(self, model: Model, pool: PagePool) -> None:
+        """Once, before anything else: the target, whose embedding and head a draft may share, and the pool
+        with the regions of `needs.draft_kv`. Raises ValueError naming what of the target does not fit."""
+        ...
 
     def admit(self, request: Request, seed: Seed | None) -> None:
         """A request starts decoding here. `seed` None: it was never prefilled here and none arrived."""

@@ -13,8 +13,9 @@ from engine.params import SamplingParams
 from engine.pool import PagePool
 from engine.request import Request
 from engine.scheduler import SchedulerLimits
-from speculative.loop import EngineLoop, Progress
+from speculative.loop import EngineLoop
 from speculative.null import NullConfig, NullProposer
+from speculative.progress import Progress
 from speculative.proposer import Proposer
 from tests.tiny_models import save_tiny
 

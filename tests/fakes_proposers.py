@@ -4,6 +4,8 @@ import random
 from collections.abc import Callable, Sequence
 
 from engine.batch import ForwardOutput
+from engine.models.model import Model
+from engine.pool import PagePool
 from engine.request import Request
 from speculative.proposer import Advance, DraftNeeds, Proposal, Seed
 
@@ -23,6 +25,9 @@ class BushyProposer:
         self._random = random.Random(seed)
         self.live: set[object] = set()
         self.forgotten: list[object] = []
+
+    def bind(self, model: Model, pool: PagePool) -> None:
+        pass
 
     def admit(self, request: Request, seed: Seed | None) -> None:
         self.live.add(request.key)

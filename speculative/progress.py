@@ -1,0 +1,59 @@
+"""What the round loop tells its caller of each step, and what it counts. Plain values."""
+
+from dataclasses import dataclass, field
+
+from engine.params import TokenLogprob
+from engine.request import Request
+from speculative.accept import FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What one step did for one request. `tokens` are new; the first `num_accepted` were drafted.
+
+    finish_reason: set once, on the step after which the request no longer runs here.
+    error: the request was dropped because its logits were unusable.
+    """
+
+    request: Request
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    progress: tuple[Progress, ...] = ()
+    admitted: tuple[Request, ...] = ()
+    preempted: tuple[Request, ...] = ()
+
+
+@dataclass(slots=True)
+class LoopCounters:
+    """Totals since start, for metrics."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    rounds: int = 0
+    preemptions: int = 0
+    accepted_at: list[int] = field(default_factory=list)  # [i]: rounds that accepted more than i drafts
+
+    def as_dict(self) -> dict[str, float]:
+        counts = {
+            "engine_steps": self.steps,
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "rounds": self.rounds,
+            "drafted_tokens": self.drafted,
+            "accepted_tokens": self.accepted,
+            "preemptions": self.preemptions,
+        }
+        per_position = {f"accepted_at_{i}": count for i, count in enumerate(self.accepted_at)}
+        return {name: float(count) for name, count in (counts | per_position).items()}
