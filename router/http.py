@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from router.errors import BadApiKey, ModelNotFound, RouterError
 from router.http_edge import (
@@ -79,7 +79,7 @@ class HttpFrontEnd:
         self._options = options
         self._created = created
 
-    def app(self, new_id: Callable[[], str]) -> Starlette:
+    def app(self, new_id: Callable[[], str]) -> ASGIApp:
         """The ASGI application."""
         routes = [
             Route("/v1/completions", self.completions, methods=["POST"]),
@@ -94,7 +94,6 @@ class HttpFrontEnd:
         ]
         app = Starlette(
             routes=routes,
-            middleware=[Middleware(RequestIds, new_id)],
             exception_handlers={
                 RouterError: _on_router_error,
                 HTTPException: _on_http_error,
@@ -102,7 +101,8 @@ class HttpFrontEnd:
             },
         )
         app.router.redirect_slashes = False
-        return app
+        # Outside of Starlette's own error handling, so that answers to our faults carry the id too.
+        return RequestIds(app, new_id)
 
     async def completions(self, request: Request) -> Response:
         async def prepare(body: Mapping[str, Any], origin: Origin) -> tuple[Exchange, bool]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import uvicorn
 from prometheus_client import CollectorRegistry, generate_latest
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from router.config import RouterConfig
 from router.dispatch import DispatchConfig, Dispatcher
@@ -98,7 +98,7 @@ class Router:
         """Prometheus text."""
         return generate_latest(self._metrics)
 
-    def http(self) -> Starlette:
+    def http(self) -> ASGIApp:
         """The ASGI application."""
         options = HttpOptions(
             version=_version(), max_body_bytes=self._config.max_body_bytes, api_key=self._config.api_key
@@ -211,7 +211,7 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-def uvicorn_config(app: Starlette) -> uvicorn.Config:
+def uvicorn_config(app: ASGIApp) -> uvicorn.Config:
     """How the HTTP server runs in a loop and with sockets that are ours."""
     return uvicorn.Config(
         app,

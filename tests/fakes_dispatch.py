@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from router.errors import RouterError
 from router.front_door import FrontDoor
@@ -185,7 +185,7 @@ def http_app(
     *,
     operations: FakeOperations | None = None,
     api_key: str = "",
-) -> Starlette:
+) -> ASGIApp:
     """The HTTP application on a fake dispatcher."""
     door = front_door(dispatcher, text)
     ids = iter(range(10**6))

@@ -445,6 +445,7 @@ async def test_a_fault_of_ours_shows_nothing_of_our_insides(caplog: pytest.LogCa
         )
         assert response.status_code == 500
         assert response.json()["error"]["message"] == "internal error"
+        assert response.headers["x-request-id"].startswith("req")
     assert "a stream failed" in caplog.text
 
 
