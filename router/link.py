@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from router.mailbox import Arrival, LinkLost, Mailbox
 from wire.channel import Channel, ChannelClosed, Connector
+from wire.outbox import run_until_closed
 from wire.records import NodeRecord
 from wire.work import (
     Cancel,
@@ -127,9 +128,7 @@ class Link:
             self._outbox = asyncio.Queue()
             self.is_open, self.reason = True, ""
             self._on_change()
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._read(channel))
-                group.create_task(self._write(channel))
+            raise ChannelClosed(await run_until_closed(self._read(channel), self._write(channel)))
         finally:
             await channel.close()
 
@@ -151,8 +150,11 @@ class Link:
     async def _write(self, channel: Channel) -> None:
         while True:
             message = await self._outbox.get()
-            async with asyncio.timeout(self._config.send_timeout_s):
-                await channel.send(message)
+            try:
+                async with asyncio.timeout(self._config.send_timeout_s):
+                    await channel.send(message)
+            except TimeoutError:
+                raise ChannelClosed("timed out") from None
 
     def _deliver(self, event: Event) -> None:
         leg = self._legs.get(event.tid)

@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from router.link import LinkConfig
 from router.mailbox import Arrival, LinkLost, Mailbox
 from tests.fakes_nodes import a_request, cluster, reading, settle, virtual
@@ -112,3 +114,17 @@ async def test_events_of_a_tid_that_nobody_reads_are_counted_and_dropped() -> No
         made["d1"].emit(Accepted(tid=TransferId("r9", 1), queued_behind=0))
         await settle()
         assert made.counted("late_events_total") == 1.0
+
+
+@pytest.mark.parametrize("num_turns", range(6))
+@virtual
+async def test_a_link_whose_stream_breaks_just_as_its_record_disappears_is_over(num_turns: int) -> None:
+    async with cluster("d1") as made:
+        d = made["d1"]
+        d.break_off()
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        made.registry.remove("d1")
+        again = made.registry.add("d1", incarnation="d1-again")
+        await asyncio.sleep(60.0)
+        assert (len(d.channels), len(again.channels)) == (1, 1)
