@@ -10,6 +10,7 @@ Shapes: `T` packed rows, `B` spans of a group, `N` rows per span, `L` context sl
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 from typing import Protocol
 
 import torch
@@ -54,7 +55,13 @@ class AttentionBackend(Protocol):
 
 
 class TorchAttention:
-    """The torch backend: gathers pages, then one `scaled_dot_product_attention` per group of spans."""
+    """The torch backend: gathers pages into scratch memory that all layers and forwards share.
+
+    One instance per engine thread; a plan is valid until the next one is made.
+    """
+
+    def __init__(self) -> None:
+        self._scratch = _Scratch()
 
     def plan(
         self,
@@ -65,7 +72,9 @@ class TorchAttention:
         dtype: torch.dtype,
         device: torch.device,
     ) -> "TorchPlan":
-        geometry = _Geometry(page_size=page_size, window=window, dtype=dtype, device=device)
+        geometry = _Geometry(
+            page_size=page_size, window=window, dtype=dtype, device=device, scratch=self._scratch
+        )
         slices = _row_slices(spans)
         small = [i for i, span in enumerate(spans) if len(span.token_ids) <= _MAX_GROUPED_ROWS]
         large = [i for i, span in enumerate(spans) if len(span.token_ids) > _MAX_GROUPED_ROWS]
@@ -96,12 +105,29 @@ class TorchPlan:
         return out_THD.flatten(1)
 
 
+class _Scratch:
+    """Grow-only buffers by name: fresh memory for a whole context costs more than reading it."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def take(self, name: str, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        """Uninitialised memory of `like`'s dtype and device, the previous taker's of that name."""
+        size = prod(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size or buffer.dtype != like.dtype:
+            buffer = torch.empty(size, dtype=like.dtype, device=like.device)
+            self._buffers[name] = buffer
+        return buffer[:size].view(shape)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Geometry:
     page_size: int
     window: int | None
     dtype: torch.dtype
     device: torch.device
+    scratch: _Scratch
 
     def ids(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
@@ -142,6 +168,7 @@ class _Single:
     rows: slice
     page_ids: torch.Tensor
     blocks: tuple[_Block, ...]
+    scratch: _Scratch
 
     @classmethod
     def build(cls, span: Span, rows: slice, geometry: _Geometry) -> "_Single":
@@ -150,6 +177,7 @@ class _Single:
         mask = SpanMask.of(span, window=geometry.window)
         return cls(
             rows=rows,
+            scratch=geometry.scratch,
             page_ids=geometry.ids(span.pages[first_page:last_page]),
             blocks=tuple(
                 _block(mask, start, first_page * geometry.page_size, geometry)
@@ -159,7 +187,9 @@ class _Single:
 
     def attend(self, q_THD: torch.Tensor, pool_P2SKD: torch.Tensor) -> torch.Tensor:
         num_kv_heads, head_dim = pool_P2SKD.shape[3:]
-        k_KLD, v_KLD = _gather_by_head(pool_P2SKD, self.page_ids, num_spans=1, dtype=q_THD.dtype)
+        k_KLD, v_KLD = _gather_by_head(
+            pool_P2SKD, self.page_ids, self.scratch, num_spans=1, dtype=q_THD.dtype
+        )
         q_NHD = q_THD[self.rows]
         q_KGND = q_NHD.view(len(q_NHD), num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
         out_NHD = torch.empty(q_NHD.shape, dtype=q_NHD.dtype, device=q_NHD.device)
@@ -209,6 +239,8 @@ class _Group:
     kept_T: torch.Tensor | None
     page_ids: torch.Tensor
     context_len: int
+    is_fused: bool
+    scratch: _Scratch
     mask_BNL: torch.Tensor | None
     mask_XRL: torch.Tensor | None = None
 
@@ -226,6 +258,9 @@ class _Group:
         context_len = max(
             length - first * geometry.page_size for length, first in zip(lengths, firsts, strict=True)
         )
+        is_fused = len(spans) * context_len <= _MAX_FUSED_SLOTS
+        if not is_fused:
+            context_len = num_pages * geometry.page_size  # `bmm` would copy anything narrower
         rows, padded_T, kept_T = _packing(slices, num_rows, geometry)
         return cls(
             rows=rows,
@@ -234,6 +269,8 @@ class _Group:
             kept_T=kept_T,
             page_ids=geometry.ids(page_ids),
             context_len=context_len,
+            is_fused=is_fused,
+            scratch=geometry.scratch,
             mask_BNL=_group_mask(spans, firsts, num_rows, context_len, geometry),
         )
 
@@ -243,7 +280,7 @@ class _Group:
         q_BNKGD = q_RHD.view(self.num_spans, -1, num_kv_heads, q_RHD.shape[1] // num_kv_heads, head_dim)
         q_XRD = q_BNKGD.permute(0, 2, 3, 1, 4).reshape(self.num_spans * num_kv_heads, -1, head_dim)
         self._fold_mask(num_kv_heads, groups=q_BNKGD.shape[3])
-        if self.num_spans * self.context_len <= _MAX_FUSED_SLOTS:
+        if self.is_fused:
             out_XRD = self._attend_fused(q_XRD, pool_P2SKD)
         else:
             out_XRD = self._attend_by_products(q_XRD, pool_P2SKD)
@@ -272,9 +309,11 @@ class _Group:
 
     def _attend_by_products(self, q_XRD: torch.Tensor, pool_P2SKD: torch.Tensor) -> torch.Tensor:
         """Two batched products: three times the fused kernel's speed on CPU once there is work."""
-        k_XLD, v_XLD = _gather_by_head(pool_P2SKD, self.page_ids, num_spans=self.num_spans, dtype=q_XRD.dtype)
-        scores_XRL = _scores(q_XRD, k_XLD[:, : self.context_len], self.mask_XRL)
-        return torch.bmm(scores_XRL.softmax(dim=2), v_XLD[:, : self.context_len])
+        k_XLD, v_XLD = _gather_by_head(
+            pool_P2SKD, self.page_ids, self.scratch, num_spans=self.num_spans, dtype=q_XRD.dtype
+        )
+        scores_XRL = _scores(q_XRD, k_XLD, self.mask_XRL)
+        return torch.bmm(scores_XRL.softmax(dim=2), v_XLD)
 
 
 def _scores(q_XRD: torch.Tensor, k_XLD: torch.Tensor, mask_XRL: torch.Tensor | None = None) -> torch.Tensor:
@@ -286,16 +325,16 @@ def _scores(q_XRD: torch.Tensor, k_XLD: torch.Tensor, mask_XRL: torch.Tensor | N
 
 
 def _gather_by_head(
-    pool_P2SKD: torch.Tensor, page_ids: torch.Tensor, *, num_spans: int, dtype: torch.dtype
+    pool_P2SKD: torch.Tensor, page_ids: torch.Tensor, scratch: _Scratch, *, num_spans: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of the pages, each `[num_spans * K, slots, D]` contiguous: what `bmm` takes as it is."""
     num_kv_heads, head_dim = pool_P2SKD.shape[3:]
-    gathered = pool_P2SKD.index_select(0, page_ids).view(num_spans, -1, *pool_P2SKD.shape[1:])
-    by_head = gathered.permute(2, 0, 4, 1, 3, 5)
-    k_XLD, v_XLD = (
-        by_head[kind].reshape(num_spans * num_kv_heads, -1, head_dim).to(dtype) for kind in (0, 1)
-    )
-    return k_XLD, v_XLD
+    pages = scratch.take("pages", (len(page_ids), *pool_P2SKD.shape[1:]), pool_P2SKD)
+    torch.index_select(pool_P2SKD, 0, page_ids, out=pages)
+    by_head_2BKPSD = pages.view(num_spans, -1, *pages.shape[1:]).permute(2, 0, 4, 1, 3, 5)
+    heads_2BKPSD = scratch.take("heads", by_head_2BKPSD.shape, pool_P2SKD).copy_(by_head_2BKPSD)
+    heads_2XLD = heads_2BKPSD.view(2, num_spans * num_kv_heads, -1, head_dim).to(dtype)
+    return heads_2XLD[0], heads_2XLD[1]
 
 
 def _row_slices(spans: Sequence[Span]) -> list[slice]:
