@@ -139,17 +139,21 @@ def main() -> None:
     """Entry point. What the user got wrong ends in one line and status 2, what failed in one and 1."""
     try:
         app()
-    except ValueError as error:
-        sys.exit(_report(error, 2))
-    except DeployError as error:
-        sys.exit(_report(error, 1))
     except KeyboardInterrupt:
         sys.exit(130)
+    except (ValueError, DeployError, OSError, ExceptionGroup) as error:
+        cause = _only_cause(error)
+        if not isinstance(cause, ValueError | DeployError | OSError):
+            raise
+        print(f"paceline: {cause}", file=sys.stderr)
+        sys.exit(2 if isinstance(cause, ValueError) else 1)
 
 
-def _report(error: Exception, status: int) -> int:
-    print(f"paceline: {error}", file=sys.stderr)
-    return status
+def _only_cause(error: Exception) -> Exception:
+    """The one error inside nested task groups; the group where there are several."""
+    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
 
 
 if __name__ == "__main__":
