@@ -75,7 +75,7 @@ def save_tiny(family: str, folder: Path, *, seed: int = 0, **overrides: Any) -> 
     return folder
 
 
-def pool_for(loaded: LoadedModel, *, num_pages: int = 64, page_size: int = 4) -> PagePool:
+def pool_for(loaded: LoadedModel, *, num_pages: int = 256, page_size: int = 4) -> PagePool:
     """A pool whose pages hold the model's KV in its own dtype, every byte poisoned with a large value."""
     config = loaded.config
     spec = PoolSpec(

@@ -13,7 +13,7 @@ from engine.pool import PagePool
 from tests.tiny_models import TINY_FAMILIES, build_tiny, pool_for, save_tiny
 
 TOLERANCE = 2e-4
-NUM_TOKENS = 45
+NUM_TOKENS = 140
 
 
 class Tiny:
@@ -43,7 +43,7 @@ def token_ids(count: int, *, seed: int) -> list[int]:
 
 
 def shuffled_pages(count: int, *, seed: int) -> list[int]:
-    pages = list(range(64))
+    pages = list(range(256))
     random.Random(seed).shuffle(pages)
     return pages[:count]
 
@@ -63,9 +63,9 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert float((actual - expected).abs().max()) <= TOLERANCE
 
 
-@pytest.mark.parametrize("chunk", [NUM_TOKENS, 7, 1])
+@pytest.mark.parametrize("chunk", [NUM_TOKENS, 60, 7, 1])
 def test_chunked_logits_equal_transformers(tiny: Tiny, chunk: int) -> None:
-    pool, pages = pool_for(tiny.loaded), shuffled_pages(12, seed=2)
+    pool, pages = pool_for(tiny.loaded), shuffled_pages(36, seed=2)
     for start in range(0, NUM_TOKENS, chunk):
         ids = tiny.ids[start : start + chunk]
         output = tiny.run(pool, span(ids, start, pages))
@@ -74,7 +74,7 @@ def test_chunked_logits_equal_transformers(tiny: Tiny, chunk: int) -> None:
 
 def test_hidden_states_equal_transformers_before_the_final_norm(tiny: Tiny) -> None:
     output = tiny.run(
-        pool_for(tiny.loaded), span(tiny.ids, 0, shuffled_pages(12, seed=3)), hidden_layers=(0, 1, 2, 3)
+        pool_for(tiny.loaded), span(tiny.ids, 0, shuffled_pages(36, seed=3)), hidden_layers=(0, 1, 2, 3)
     )
     assert sorted(output.hidden) == [0, 1, 2, 3]
     for index in (0, 1, 2):
@@ -85,12 +85,12 @@ def test_hidden_states_equal_transformers_before_the_final_norm(tiny: Tiny) -> N
 
 
 def test_only_wanted_rows_get_logits(tiny: Tiny) -> None:
-    pages = shuffled_pages(12, seed=4)
+    pages = shuffled_pages(36, seed=4)
     wanted = Span(
-        token_ids=tiny.ids, num_committed=0, pages=pages, positions=range(NUM_TOKENS), logit_rows=(3, 44)
+        token_ids=tiny.ids, num_committed=0, pages=pages, positions=range(NUM_TOKENS), logit_rows=(3, 139)
     )
     output = tiny.run(pool_for(tiny.loaded), wanted)
-    assert_close(output.logits_RV, tiny.logits_TV[[3, 44]])
+    assert_close(output.logits_RV, tiny.logits_TV[[3, 139]])
     silent = Span(
         token_ids=tiny.ids, num_committed=0, pages=pages, positions=range(NUM_TOKENS), logit_rows=()
     )
@@ -100,10 +100,10 @@ def test_only_wanted_rows_get_logits(tiny: Tiny) -> None:
 def test_a_mixed_batch_gives_each_request_its_own_logits(tiny: Tiny) -> None:
     """Prompt chunks and decode rows of different lengths, packed together, out of page order."""
     pool = pool_for(tiny.loaded)
-    pages = shuffled_pages(60, seed=5)
-    tables = [pages[i * 12 : (i + 1) * 12] for i in range(5)]
-    starts = [0, 44, 13, 30, 2]
-    counts = [NUM_TOKENS, 1, 9, 1, 3]
+    pages = shuffled_pages(216, seed=5)
+    tables = [pages[i * 36 : (i + 1) * 36] for i in range(6)]
+    starts = [0, 44, 13, 130, 2, 61]
+    counts = [NUM_TOKENS, 1, 9, 1, 3, 70]
     for start, table in zip(starts, tables, strict=True):
         if start:
             tiny.run(pool, span(tiny.ids[:start], 0, table))
@@ -119,7 +119,7 @@ def test_every_path_of_a_tree_equals_the_same_tokens_run_in_line(tiny: Tiny) -> 
     parents = [-1, 0, 0, 1, 1, 2, 4, 6]
     drafted = token_ids(len(parents), seed=6)
     prefix = tiny.ids[:22]
-    pool, pages = pool_for(tiny.loaded), shuffled_pages(12, seed=7)
+    pool, pages = pool_for(tiny.loaded), shuffled_pages(36, seed=7)
     tiny.run(pool, span(prefix, 0, pages))
     paths = [path_to(parents, node) for node in range(len(parents))]
     tree = Span(
@@ -133,14 +133,14 @@ def test_every_path_of_a_tree_equals_the_same_tokens_run_in_line(tiny: Tiny) -> 
     logits = tiny.run(pool, tree).logits_RV
     for node, path in enumerate(paths):
         line = prefix + [drafted[i] for i in path]
-        alone = tiny.run(pool_for(tiny.loaded), span(line, 0, shuffled_pages(12, seed=8)))
+        alone = tiny.run(pool_for(tiny.loaded), span(line, 0, shuffled_pages(36, seed=8)))
         assert_close(logits[node], alone.logits_RV[-1])
 
 
 def test_write_back_of_an_accepted_path_continues_like_plain_decoding(tiny: Tiny) -> None:
     parents, path = [-1, 0, 0, 2], [0, 2, 3]
     prefix, drafted = tiny.ids[:18], [tiny.ids[18], 9, tiny.ids[19], tiny.ids[20]]
-    pool, pages = pool_for(tiny.loaded), shuffled_pages(12, seed=9)
+    pool, pages = pool_for(tiny.loaded), shuffled_pages(36, seed=9)
     tiny.run(pool, span(prefix, 0, pages))
     tree = Span(
         token_ids=drafted,
