@@ -198,16 +198,11 @@ def _read_line(child: "subprocess.Popen[str]") -> dict[str, Any]:
 
 
 def _raw_agent(name: str, pool: PoolMemory) -> Any:
-    """A bare NIXL agent over the whole pool, with the UCX settings of the transport."""
-    from nixl._api import nixl_agent, nixl_agent_config
-
-    from kv_transfer.transports.nixl import default_ucx_options
+    """A bare NIXL agent over the whole pool, set up as the transport sets up its own."""
+    from kv_transfer.transports.nixl import default_ucx_options, make_agent
 
     logging.getLogger("nixl").setLevel(logging.WARNING)  # its news would go to our standard output
-    agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=True, backends=[]))
-    agent.create_backend("UCX", default_ucx_options())
-    agent.register_memory([(pool.address, pool.buffer.nbytes, 0, "")], "DRAM")
-    return agent
+    return make_agent(name, pool, default_ucx_options())[0]
 
 
 def _raw_writer(pool: PoolMemory, theirs: dict[str, Any], num_bytes: int) -> Callable[[], None]:

@@ -1,21 +1,21 @@
 """The `nixl` transport: one-sided writes through NIXL's UCX backend (RDMA, shared memory, TCP).
 
 Owns the NIXL agents of this process: one sender for all peers, and one receiving agent ("gate") per offer.
-Must be called from one thread only; each agent runs NIXL's own progress thread, so data also moves while
-that thread computes. A posted write passes page indices into lists prepared once, and its notification
-carries (transfer id, range), which is what the receiver reports as Landed.
+Must be called from one thread only (NIXL's own locking is off); each agent runs a NIXL progress thread, so
+data also moves while that thread computes. A posted write passes page indices into lists prepared once, and
+its notification carries (transfer id, range), which is what the receiver reports as Landed.
 
 Teardown, as measured with NIXL 1.5.1 over shared memory and TCP, a peer writing all the while:
 - `remove_remote_agent` at the receiver stops nothing: the writer reconnects by itself and goes on.
-- `deregister_memory` at the receiver stops nothing over TCP and shared memory (it does for RDMA).
+- `deregister_memory` at the receiver stops nothing either (over RDMA it must; not measured).
 - Destroying the receiving agent stops everything, at once and for good: its worker is what copies arriving
-  data (TCP, shared memory), and its registration is what the NIC checks (RDMA).
+  data (TCP, shared memory: measured), and its registration is what the NIC checks (RDMA: by contract).
 Hence a gate per peer, made for the offer, bound to the peer by the peer's first notification and destroyed
 by `close_peer`; other peers keep theirs. While no notification has bound a gate, it cannot be told whose it
 is: closing a peer without a bound gate destroys every unbound one, and peers that then lose theirs
 get PeerGone and pair again.
 - Copies made by the writer's own CPU straight into our memory (UCX `cma`, also xpmem and knem) are outside
-  the receiver's power: a writer stopped in the middle finishes when it resumes. So `cma` is off unless the
+  the receiver's power: a writer stopped in the middle can finish when it resumes. So `cma` is off unless the
   user sets UCX_TLS, which is honoured as it is: on one host UCX_TLS=all is faster, without the guarantee.
 - At the writer, `close_peer` releases the handles and drops the peer; a write that cannot be released settles
   when it can. A failure that may leave bytes under way is preceded by PeerGone: the receiver must tear down.
@@ -24,7 +24,6 @@ get PeerGone and pair again.
 import itertools
 import logging
 import os
-import struct
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +34,6 @@ from nixl._api import nixl_agent, nixl_agent_config
 from kv_transfer.ids import Incarnation, TransferId
 from kv_transfer.messages import TransportOffer
 from kv_transfer.transport import (
-    Landed,
     PeerGone,
     PoolMemory,
     Ready,
@@ -44,18 +42,20 @@ from kv_transfer.transport import (
     WriteDone,
     WriteHandle,
 )
+from kv_transfer.transports.nixl_messages import (
+    BIND,
+    NAME,
+    NixlOffer,
+    pack_notice,
+    unpack_notice,
+    unpack_offer,
+)
 from kv_transfer.transports.outbox import CANCELLED, PEER_CLOSED, PEER_UNKNOWN, Outbox
 from kv_transfer.transports.registry import Built, Setup
 
-NAME = "nixl"
 MAX_UNBOUND_GATES = 8
+PROGRESS_DELAY_US = 500
 
-_OFFER = struct.Struct(
-    "<4sQQQII"
-)  # magic, base address, page_bytes, num_pages, gate name and metadata lengths
-_OFFER_MAGIC = b"PNX1"
-_NOTICE = struct.Struct("<III")  # attempt, start, stop; then the request id
-_BIND = b"bind"
 _NAME_SEPARATOR = "/"
 
 NIXL_ERRORS: tuple[type[Exception], ...] = (
@@ -71,43 +71,6 @@ NIXL_ERRORS: tuple[type[Exception], ...] = (
     nixl_bindings.nixlRepostActiveError,
     nixl_bindings.nixlUnknownError,
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Offer:
-    """What `offer` packs: the pool's geometry and the gate's name and NIXL metadata."""
-
-    address: int
-    page_bytes: int
-    num_pages: int
-    gate: str
-    metadata: bytes
-
-    def pack(self) -> bytes:
-        name = self.gate.encode()
-        head = (self.address, self.page_bytes, self.num_pages, len(name), len(self.metadata))
-        return _OFFER.pack(_OFFER_MAGIC, *head) + name + self.metadata
-
-
-def unpack_offer(offer: TransportOffer) -> _Offer:
-    """Raises TransportError naming the field that is malformed."""
-    if offer.name != NAME:
-        raise TransportError(f"offer.name: {NAME!r} here, {offer.name!r} there")
-    if len(offer.blob) < _OFFER.size:
-        raise TransportError(f"offer.blob: {len(offer.blob)} bytes, at least {_OFFER.size} expected")
-    magic, address, page_bytes, num_pages, name_len, metadata_len = _OFFER.unpack_from(offer.blob)
-    if magic != _OFFER_MAGIC:
-        raise TransportError(f"offer.blob: version {_OFFER_MAGIC!r} here, {magic!r} there")
-    body = offer.blob[_OFFER.size :]
-    if len(body) != name_len + metadata_len:
-        raise TransportError(f"offer.blob: {name_len + metadata_len} bytes of body expected, got {len(body)}")
-    return _Offer(
-        address=address,
-        page_bytes=page_bytes,
-        num_pages=num_pages,
-        gate=body[:name_len].decode(errors="replace"),
-        metadata=body[name_len:],
-    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -145,6 +108,22 @@ def default_ucx_options() -> dict[str, str]:
     return {} if "UCX_TLS" in os.environ else {"engine_config": "TLS=^cma"}
 
 
+def make_agent(name: str, memory: PoolMemory, ucx_options: dict[str, str]) -> tuple[Any, Any]:
+    """An agent with the pool registered, and the registration.
+
+    NIXL's Python class hard-codes a progress thread that spins on a whole core, so it wraps an agent of our
+    own configuration instead: a thread that wakes on traffic and every PROGRESS_DELAY_US.
+    """
+    config = nixl_bindings.nixlAgentConfig()
+    config.useProgThread = True
+    config.pthrDelay = PROGRESS_DELAY_US
+    config.syncMode = nixl_bindings.NIXL_THREAD_SYNC_NONE
+    agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=[]))
+    agent.agent = nixl_bindings.nixlAgent(name, config)
+    agent.create_backend("UCX", dict(ucx_options))
+    return agent, agent.register_memory([(memory.address, memory.buffer.nbytes, 0, "")], "DRAM")
+
+
 class NixlTransport:
     """See the module docstring for who owns which agent."""
 
@@ -177,7 +156,7 @@ class NixlTransport:
     def register(self, memory: PoolMemory) -> None:
         self._memory = memory
         try:
-            self._sender, self._registration = self._make_agent(self.incarnation)
+            self._sender, self._registration = make_agent(self.incarnation, self.memory, self._ucx_options)
             self._local_pages = self._sender.prep_xfer_dlist("NIXL_INIT_AGENT", _strided(memory), "DRAM")
         except NIXL_ERRORS as error:
             raise TransportError(f"memory: NIXL cannot register the pool: {error}") from error
@@ -189,12 +168,12 @@ class NixlTransport:
             self._destroy_gate(name)
         name = f"{self.incarnation}{_NAME_SEPARATOR}{next(self._gate_numbers)}"
         try:
-            agent, registration = self._make_agent(name)
+            agent, registration = make_agent(name, self.memory, self._ucx_options)
             metadata = agent.get_agent_metadata()
         except NIXL_ERRORS as error:
             raise TransportError(f"memory: NIXL cannot register the pool: {error}") from error
         self._gates[name] = _Gate(name=name, agent=agent, registration=registration)
-        blob = _Offer(
+        blob = NixlOffer(
             address=self.memory.address,
             page_bytes=self.memory.page_bytes,
             num_pages=self.memory.num_pages,
@@ -220,7 +199,7 @@ class NixlTransport:
                 self._sender.remove_remote_agent(name)
                 raise TransportError(f"offer.metadata: agent {theirs.gate!r} expected, got {name!r}")
             pages = self._sender.prep_xfer_dlist(name, _strided(theirs), "DRAM")
-            self._sender.send_notif(name, _BIND)
+            self._sender.send_notif(name, BIND)
         except NIXL_ERRORS as error:
             raise TransportError(f"offer.metadata: NIXL refuses it: {error}") from error
         self._links[peer] = _Link(agent_name=name, num_pages=theirs.num_pages, pages=pages)
@@ -278,12 +257,6 @@ class NixlTransport:
         self._local_pages = None
         self._registration = None
         self._sender = None
-
-    def _make_agent(self, name: str) -> tuple[Any, Any]:
-        agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=True, backends=[]))
-        agent.create_backend("UCX", dict(self._ucx_options))
-        whole_pool = [(self.memory.address, self.memory.buffer.nbytes, 0, "")]
-        return agent, agent.register_memory(whole_pool, "DRAM")
 
     def _destroy_gate(self, name: str) -> None:
         """The agent's destructor joins its progress thread: after this line nothing is written through it."""
@@ -348,7 +321,7 @@ class NixlTransport:
                 np.array(pages.local_pages, dtype=np.int32),
                 link.pages,
                 np.array(pages.remote_pages, dtype=np.int32),
-                _pack_notice(handle),
+                pack_notice(handle),
             )
             link.writes[handle.number] = (handle, transfer)
             state = self._sender.transfer(transfer)
@@ -393,34 +366,18 @@ class NixlTransport:
                 self._take_notice(gate, peer, message)
 
     def _take_notice(self, gate: _Gate, peer: Incarnation, message: bytes) -> None:
-        if message == _BIND:
+        if message == BIND:
             return
-        landed = _unpack_notice(peer, message)
+        landed = unpack_notice(peer, message)
         if landed is None or gate.peer != peer or peer not in self._links:
             self.dropped_notices += 1
         else:
             self._outbox.emit(landed)
 
 
-def _strided(pool: PoolMemory | _Offer) -> "np.ndarray[Any, np.dtype[np.uint64]]":
+def _strided(pool: PoolMemory | NixlOffer) -> "np.ndarray[Any, np.dtype[np.uint64]]":
     """All pages of a pool as NIXL's (address, len, device, stride, count) row."""
     return np.array([[pool.address, pool.page_bytes, 0, pool.page_bytes, pool.num_pages]], dtype=np.uint64)
-
-
-def _pack_notice(handle: WriteHandle) -> bytes:
-    return _NOTICE.pack(handle.tid.attempt, handle.start, handle.stop) + handle.tid.request_id.encode()
-
-
-def _unpack_notice(peer: Incarnation, message: bytes) -> Landed | None:
-    """None when it is not one of ours."""
-    if len(message) < _NOTICE.size:
-        return None
-    attempt, start, stop = _NOTICE.unpack_from(message)
-    try:
-        request_id = message[_NOTICE.size :].decode()
-    except UnicodeDecodeError:
-        return None
-    return Landed(peer=peer, tid=TransferId(request_id, attempt), start=start, stop=stop)
 
 
 def create(setup: Setup) -> Built:
