@@ -15,10 +15,7 @@ from deploy.local import local_cluster
 from deploy.terminal import Terminal
 from deploy.up import stop_on_signal
 
-PROMPT = (
-    "Write a short poem about two cyclists. One rides in front, the other rides behind. "
-    "Repeat the line 'Hold the wheel, hold the line' after every two lines."
-)
+PROMPT = "Write a Python function fibonacci(n) that returns the first n Fibonacci numbers, and call it."
 
 
 async def run(prompt: str, *, max_tokens: int) -> None:

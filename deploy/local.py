@@ -5,6 +5,7 @@ to each other.
 """
 
 import asyncio
+import json
 import socket
 import sys
 import tempfile
@@ -201,13 +202,30 @@ async def _poll_ready(base_url: str, *, report: Report) -> None:
                 response = await client.get("/ready")
                 if response.status_code == httpx.codes.OK:
                     return
-                now_says = " ".join(response.text.split())[:200]
+                now_says = readiness(response.text)
             except httpx.HTTPError:
                 now_says = "the router is starting"
             if now_says != said or loop.time() - said_at >= REPORT_EVERY_S:
                 said, said_at = now_says, loop.time()
                 report(f"waiting {said_at - started:4.0f} s: {said}")
             await asyncio.sleep(POLL_S)
+
+
+def readiness(body: str) -> str:
+    """What /ready says, in a line: the pairs where there are any, else the nodes seen so far."""
+    try:
+        report = json.loads(body)
+        pairs = [
+            f"{pair['prefill'] or 'decode alone'} -> {pair['decode']} is {pair['state']}"
+            + (f" ({pair['reason']})" if pair["reason"] else "")
+            for pair in report["pairs"]
+        ]
+        roles = [node["role"] for node in report["nodes"]]
+    except (ValueError, KeyError, TypeError):
+        return " ".join(body.split())[:200]
+    if pairs:
+        return ", ".join(pairs)
+    return f"nodes seen: {roles.count('prefill')} prefill, {roles.count('decode')} decode"
 
 
 async def _first_to_die(children: list[Child] | tuple[Child, ...]) -> None:

@@ -47,7 +47,7 @@ class Terminal:
 
 
 def split(delta: Delta) -> tuple[str, str]:
-    """Text of the accepted drafts, and of the tokens the target drew.
+    """Text of the accepted drafts, and of the tokens the target drew, cut between words.
 
     A chunk does not say where its tokens end. Most tokens are a word with the space before it or a
     mark; where the chunk has as many of those as tokens the split is exact, else it is by proportion.
@@ -55,10 +55,8 @@ def split(delta: Delta) -> tuple[str, str]:
     if not delta.num_tokens or not delta.accepted:
         return "", delta.text
     pieces = re.findall(r"\s*\w+|\s*[^\w\s]|\s+", delta.text)
-    if len(pieces) == delta.num_tokens:
-        at = sum(len(piece) for piece in pieces[: delta.accepted])
-    else:
-        at = round(len(delta.text) * delta.accepted / delta.num_tokens)
+    drafted = round(len(pieces) * delta.accepted / delta.num_tokens)
+    at = sum(len(piece) for piece in pieces[:drafted])
     return delta.text[:at], delta.text[at:]
 
 

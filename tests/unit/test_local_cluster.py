@@ -1,5 +1,6 @@
 """Which processes a local cluster consists of, and how it ends."""
 
+import json
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deploy.config import UpConfig
-from deploy.local import Cluster, _Commands
+from deploy.local import Cluster, _Commands, readiness
 from deploy.processes import Command
 from deploy.up import where
 
@@ -66,6 +67,17 @@ def test_a_named_registry_is_used_instead_of_an_embedded_one(tmp_path: Path) -> 
     (embedded,) = commands(UpConfig()).registry(4321, tmp_path)
     assert option(embedded, "--port") == "4321"
     assert option(embedded, "--bind") == "127.0.0.1"
+
+
+def test_waiting_says_which_pair_is_held_up_and_why() -> None:
+    pair = {"prefill": "p:1", "decode": "d:2", "state": "refused", "reason": "page_size: 16 here, 32 there"}
+    body = json.dumps({"ready": False, "pairs": [pair], "nodes": []})
+    assert readiness(body) == "p:1 -> d:2 is refused (page_size: 16 here, 32 there)"
+    assert (
+        readiness(json.dumps({"pairs": [], "nodes": [{"role": "prefill"}]}))
+        == "nodes seen: 1 prefill, 0 decode"
+    )
+    assert readiness("no json") == "no json"
 
 
 @pytest.mark.parametrize(("field", "value"), [("prefill", -1), ("decode", 0), ("threads", -2)])

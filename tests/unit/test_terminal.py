@@ -72,7 +72,7 @@ def test_lines_that_are_no_data_are_ignored() -> None:
     [
         (Delta(text=" one two three", num_tokens=3, accepted=2), " one two", " three"),
         (Delta(text=" one.", num_tokens=2, accepted=1), " one", "."),
-        (Delta(text="abcdef", num_tokens=3, accepted=2), "abcd", "ef"),
+        (Delta(text=" one two three four", num_tokens=8, accepted=6), " one two three", " four"),
         (Delta(text=" one", num_tokens=1, accepted=0), "", " one"),
         (Delta(text=" one"), "", " one"),
         (Delta(text="", num_tokens=2, accepted=1), "", ""),
