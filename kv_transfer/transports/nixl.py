@@ -15,8 +15,9 @@ by `close_peer`; other peers keep theirs. While no notification has bound a gate
 is: closing a peer without a bound gate destroys every unbound one, and peers that then lose theirs
 get PeerGone and pair again.
 - Copies made by the writer's own CPU straight into our memory (UCX `cma`, also xpmem and knem) are outside
-  the receiver's power: a writer stopped in the middle can finish when it resumes. So `cma` is off unless the
-  user sets UCX_TLS, which is honoured as it is: on one host UCX_TLS=all is faster, without the guarantee.
+  the receiver's power: with `cma`, a writer stopped in the middle and resumed after the teardown did write
+  on. So `cma` is off unless the user sets UCX_TLS, which is honoured as it is: on one host UCX_TLS=all is
+  about twice as fast, without the guarantee.
 - At the writer, `close_peer` releases the handles and drops the peer; a write that cannot be released settles
   when it can. A failure that may leave bytes under way is preceded by PeerGone: the receiver must tear down.
 """
