@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gguf import GGUFWriter
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -20,6 +22,7 @@ from transformers import (
 
 from engine.layout import PoolSpec, build_layout
 from engine.loaders import LoadedModel
+from engine.loaders.names import GGUF_LAYER_NAMES, GGUF_NAMES, from_gguf
 from engine.pool import PagePool
 
 _COMMON: Mapping[str, Any] = {
@@ -73,6 +76,50 @@ def save_tiny(family: str, folder: Path, *, seed: int = 0, **overrides: Any) -> 
     """Write `build_tiny(...)` to `folder` (created) and return it."""
     build_tiny(family, seed=seed, **overrides).save_pretrained(folder)
     return folder
+
+
+def write_tiny_gguf(path: Path, *, with_tokenizer: bool = False) -> Path:
+    """The "llama" tiny model as a GGUF file, q and k rows in llama.cpp's order."""
+    model = build_tiny("llama")
+    writer = GGUFWriter(path, "llama")
+    writer.add_block_count(_COMMON["num_hidden_layers"])
+    writer.add_context_length(_COMMON["max_position_embeddings"])
+    writer.add_embedding_length(_COMMON["hidden_size"])
+    writer.add_feed_forward_length(_COMMON["intermediate_size"])
+    writer.add_head_count(_COMMON["num_attention_heads"])
+    writer.add_head_count_kv(_COMMON["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(model.config.rms_norm_eps)
+    writer.add_bos_token_id(_COMMON["bos_token_id"])
+    writer.add_eos_token_id(_COMMON["eos_token_id"])
+    if with_tokenizer:
+        _add_byte_tokenizer(writer)
+    hf_names = {from_gguf(name): name for name in _gguf_tensor_names()}
+    for hf_name, tensor in model.state_dict().items():
+        heads = {"q_proj": 4, "k_proj": 2}.get(hf_name.split(".")[-2])
+        if heads is not None:
+            tensor = tensor.view(heads, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+        writer.add_tensor(hf_names[hf_name], tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _gguf_tensor_names() -> list[str]:
+    layers = range(_COMMON["num_hidden_layers"])
+    return [*GGUF_NAMES, *(f"blk.{index}.{name}" for index in layers for name in GGUF_LAYER_NAMES)]
+
+
+def _add_byte_tokenizer(writer: GGUFWriter) -> None:
+    """256 byte tokens, the first three special; no merges but the one the format insists on."""
+    alphabet = sorted(ByteLevel.alphabet())
+    tokens = ["<unk>", "<s>", "</s>", *alphabet[:252], alphabet[0] + alphabet[1]]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3, 3, *([1] * 253)])
+    writer.add_token_merges([f"{alphabet[0]} {alphabet[1]}"])
 
 
 def pool_for(loaded: LoadedModel, *, num_pages: int = 256, page_size: int = 4) -> PagePool:
