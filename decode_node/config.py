@@ -69,6 +69,9 @@ class DecodeConfig:
     algorithm: str = "ngram"
     """Drafting algorithm: "ngram", or "none" for plain decoding. Must be equal on both nodes of a pair."""
 
+    draft: str = ""
+    """Folder of the draft model, for the algorithms that have one. Must be equal on both nodes of a pair."""
+
     num_draft_tokens: int = 8
     """Most tokens drafted per round."""
 

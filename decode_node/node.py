@@ -38,7 +38,7 @@ def settings_of(config: DecodeConfig) -> EngineSettings:
         max_running=config.max_running,
         reserve_tokens=config.reserve_tokens,
         algorithm=config.algorithm,
-        draft_options={"num_draft_tokens": config.num_draft_tokens},
+        draft_options={"draft": config.draft, "num_draft_tokens": config.num_draft_tokens},
         threads=config.threads,
         is_prefill_only=False,
     )

@@ -32,7 +32,9 @@ class SpanMask:
     @classmethod
     def of(cls, span: Span, *, window: int | None) -> "SpanMask":
         num_rows = len(span.token_ids)
-        if span.parents is None:
+        if span.is_bidirectional:
+            ancestors, depth = np.ones((num_rows, num_rows), dtype=np.bool_), np.arange(num_rows)
+        elif span.parents is None:
             ancestors, depth = None, np.arange(num_rows)
         else:
             ancestors, depth = _ancestors(span.parents)

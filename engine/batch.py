@@ -16,7 +16,8 @@ class Span:
     Row i writes its KV at slot `num_committed + i` of the request (page `pages[slot // page_size]`)
     and attends to slots [0, num_committed) plus the rows of this span that `parents` makes its
     ancestors, itself included. `parents` None means a plain causal run (prompt chunk, chain or a
-    single token): row i sees rows 0..i. Otherwise parents[0] == -1 and parents[i] < i.
+    single token): row i sees rows 0..i. Otherwise parents[0] == -1 and parents[i] < i. In a
+    bidirectional span (a block drafter's block) every row sees every row.
 
     positions: one per row, the absolute place used for rotary embedding.
     logit_rows: rows whose logits are wanted.
@@ -28,6 +29,7 @@ class Span:
     positions: Sequence[int]
     logit_rows: Sequence[int]
     parents: Sequence[int] | None = None
+    is_bidirectional: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from engine.layout import KvLayout
 class EngineFacts:
     """`address` and `buffer` are the KV pool's memory, which lives as long as the engine.
 
-    prefill_identity: what the drafting algorithm needs to be equal on a prefill node; empty: nothing.
+    prefill_identity, draft, draft_weights: what of the drafting must be equal on a prefill node; empty: nothing.
     """
 
     layout: KvLayout
@@ -22,3 +22,5 @@ class EngineFacts:
     dtype: str
     weights_fingerprint: str
     prefill_identity: str
+    draft: str
+    draft_weights: str

@@ -66,6 +66,9 @@ class PrefillConfig:
     algorithm: str = "ngram"
     """Drafting algorithm of the decode nodes this node feeds; "none" for none. Must be equal on a pair."""
 
+    draft: str = ""
+    """Folder of the draft model, for the algorithms that have one. Must be equal on both nodes of a pair."""
+
     num_draft_tokens: int = 8
     """Most tokens drafted per round by those decode nodes."""
 

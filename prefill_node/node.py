@@ -33,7 +33,7 @@ def settings_of(config: PrefillConfig) -> EngineSettings:
         max_running=config.max_running,
         reserve_tokens=0,  # nothing grows here: a request leaves with its first token
         algorithm=config.algorithm,
-        draft_options={"num_draft_tokens": config.num_draft_tokens},
+        draft_options={"draft": config.draft, "num_draft_tokens": config.num_draft_tokens},
         threads=config.threads,
         is_prefill_only=True,
     )

@@ -71,7 +71,7 @@ def build_engine(settings: EngineSettings) -> BuiltEngine:
     cache = KvCache(
         num_pages=pool.num_pages,
         page_size=settings.page_size,
-        fingerprint=f"{loaded.weights_fingerprint} {proposer.needs.prefill_identity}",
+        fingerprint=f"{loaded.weights_fingerprint} {proposer.needs.draft_weights}",
     )
     limits = SchedulerLimits(
         max_running=settings.max_running,
@@ -90,6 +90,8 @@ def build_engine(settings: EngineSettings) -> BuiltEngine:
         dtype=str(loaded.model.dtype).removeprefix("torch."),
         weights_fingerprint=loaded.weights_fingerprint,
         prefill_identity=proposer.needs.prefill_identity,
+        draft=proposer.needs.draft,
+        draft_weights=proposer.needs.draft_weights,
     )
     return BuiltEngine(loop=loop, facts=facts)
 

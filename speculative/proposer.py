@@ -28,6 +28,7 @@ class DraftNeeds:
     handoff: names of the tensors the handoff record carries.
     prefill_identity: empty when a prefill node needs nothing of the algorithm, else a text that
         must be equal on both sides of a pair.
+    draft, draft_weights: name and fingerprint of the draft model, compared likewise; empty without one.
     """
 
     max_draft_tokens: int = 0
@@ -36,6 +37,8 @@ class DraftNeeds:
     draft_kv: tuple[PoolSpec, ...] = ()
     handoff: tuple[str, ...] = ()
     prefill_identity: str = ""
+    draft: str = ""
+    draft_weights: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,6 +85,8 @@ def facts_of(role: str, config: NodeConfig, engine: EngineFacts) -> NodeFacts:
             weights=engine.weights_fingerprint,
             dtype=engine.dtype,
             tokenizer=f"{engine.vocab_size} ids, end {engine.eos_token_ids}",
+            draft=engine.draft,
+            draft_weights=engine.draft_weights,
             algorithm=engine.prefill_identity,
         ),
         layout=engine.layout,
