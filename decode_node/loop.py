@@ -119,7 +119,7 @@ class DecodeLoop:
         self._now = 0.0
 
     def hello(self) -> Hello:
-        return self._peers.ours
+        return self._peers.hello()
 
     # events
 

@@ -4,6 +4,7 @@ Owns the connections of every transport. Must never know about requests or pages
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from kv_transfer.geometry import Agreement, negotiate
 from kv_transfer.ids import Incarnation
@@ -15,15 +16,17 @@ class PeerTable:
     """Invariant: a peer is agreed exactly while its transport connection is open."""
 
     def __init__(self, *, ours: Hello, transports: Mapping[str, Transport], is_decode: bool) -> None:
+        """`ours.offers` need only name the transports, best first: connection blobs are made per session."""
         self._ours = ours
         self._is_decode = is_decode
         self._transports = dict(transports)
         self._agreed: dict[Incarnation, Agreement] = {}
         self._refused: dict[Incarnation, Refused] = {}
 
-    @property
-    def ours(self) -> Hello:
-        return self._ours
+    def hello(self) -> Hello:
+        """Our Hello for one session, with connection blobs of its own."""
+        offers = tuple(self._transports[offer.name].offer() for offer in self._ours.offers)
+        return replace(self._ours, offers=offers)
 
     def accept(self, theirs: Hello) -> Agreement | Refused:
         """Compare, connect, remember. A refusal is remembered until that incarnation is gone."""

@@ -96,7 +96,7 @@ class PrefillLoop:
         self._now = 0.0
 
     def hello(self) -> Hello:
-        return self._peers.ours
+        return self._peers.hello()
 
     # events
 

@@ -19,7 +19,7 @@ from engine.facts import EngineFacts
 from engine.layout import KvLayout
 from engine.thread import StepThread
 from kv_transfer.ids import Incarnation, TransferId, new_incarnation
-from kv_transfer.messages import Hello, SemanticIdentity
+from kv_transfer.messages import Hello, SemanticIdentity, TransportOffer
 from kv_transfer.peers import PeerTable
 from kv_transfer.transport import PoolMemory
 from kv_transfer.transports.registry import AUTO, BACKENDS, Built, Setup, build, choose, unusable
@@ -210,6 +210,6 @@ def _hello(
         incarnation=incarnation,
         identity=facts.identity,
         layout=facts.layout,
-        offers=tuple(built.transport.offer() for built in transports),
+        offers=tuple(TransportOffer(name=built.transport.name, blob=b"") for built in transports),
         checksums=has_checksums,
     )
