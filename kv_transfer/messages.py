@@ -49,11 +49,15 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """The pair cannot work together: which field differs, and both values."""
+    """The pair cannot work together: which field differs, and both values.
+
+    is_transient: nothing differs, the data plane could not be connected this time; try again.
+    """
 
     field: str
     ours: str
     theirs: str
+    is_transient: bool = False
 
     def __str__(self) -> str:
         return f"{self.field}: {self.ours!r} here, {self.theirs!r} there"

@@ -29,12 +29,13 @@ class PeerTable:
         return replace(self._ours, offers=offers)
 
     def accept(self, theirs: Hello) -> Agreement | Refused:
-        """Compare, connect, remember. A refusal is remembered until that incarnation is gone."""
+        """Compare, connect, remember. A lasting refusal is remembered until that incarnation is gone."""
         outcome = negotiate(self._ours, theirs, is_decode=self._is_decode)
         if isinstance(outcome, Agreement):
             outcome = self._connect(outcome, theirs)
         if isinstance(outcome, Refused):
-            self._refused[theirs.incarnation] = outcome
+            if not outcome.is_transient:
+                self._refused[theirs.incarnation] = outcome
         else:
             self._agreed[theirs.incarnation] = outcome
         return outcome
@@ -77,5 +78,10 @@ class PeerTable:
         try:
             self._transports[agreement.transport].connect(theirs.incarnation, agreement.peer_offer)
         except TransportError as error:
-            return Refused(field=f"transport {agreement.transport}", ours="usable", theirs=str(error))
+            return Refused(
+                field=f"transport {agreement.transport}",
+                ours="usable",
+                theirs=str(error),
+                is_transient=True,
+            )
         return agreement

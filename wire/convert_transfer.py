@@ -74,7 +74,12 @@ def pack_to_decode(message: ToDecode) -> pb.ToDecode:
         case Hello():
             return pb.ToDecode(hello=pack_hello(message))
         case Refused():
-            refused = pb.Refused(field=message.field, ours=message.ours, theirs=message.theirs)
+            refused = pb.Refused(
+                field=message.field,
+                ours=message.ours,
+                theirs=message.theirs,
+                is_transient=message.is_transient,
+            )
             return pb.ToDecode(refused=refused)
         case Planned():
             planned = pb.Planned(tid=_pack_tid(message.tid), num_tokens=message.num_tokens)
@@ -98,7 +103,12 @@ def unpack_to_decode(message: pb.ToDecode) -> ToDecode:
             return unpack_hello(message.hello)
         case "refused":
             refused = message.refused
-            return Refused(field=refused.field, ours=refused.ours, theirs=refused.theirs)
+            return Refused(
+                field=refused.field,
+                ours=refused.ours,
+                theirs=refused.theirs,
+                is_transient=refused.is_transient,
+            )
         case "planned":
             tid = unpack_tid(message.planned.tid, "planned.tid")
             return Planned(tid=tid, num_tokens=message.planned.num_tokens)

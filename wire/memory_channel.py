@@ -161,10 +161,10 @@ class MemoryNetwork:
         """Opens channels on behalf of the process at `origin`."""
         return MemoryConnector(self, origin)
 
-    def cut(self, address: str) -> None:
-        """Break every channel from or to `address`; new ones may follow."""
+    def cut(self, address: str, other: str | None = None) -> None:
+        """Break every channel from or to `address`, or only those with `other`; new ones may follow."""
         for channel, ends in list(self._open.items()):
-            if address in ends:
+            if address in ends and (other is None or other in ends):
                 del self._open[channel]
                 channel.cut(f"connection between {ends[0]} and {ends[1]} was cut")
 

@@ -87,7 +87,7 @@ class Peering:
             while (record := self._wanted.get(incarnation)) is not None:
                 started = asyncio.get_running_loop().time()
                 refused = await self._run_once(record)
-                if refused is not None:
+                if refused is not None and not refused.is_transient:
                     logger.warning("no session with %s at %s: %s", incarnation, record.address, refused)
                     self._refused[incarnation] = refused
                     return

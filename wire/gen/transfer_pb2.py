@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17wire/gen/transfer.proto\x12\x14paceline.transfer.v1\"*\n\x03Tid\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\x97\x01\n\x08Identity\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\x0f\n\x07weights\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x11\n\ttokenizer\x18\x05 \x01(\t\x12\r\n\x05\x64raft\x18\x06 \x01(\t\x12\x15\n\rdraft_weights\x18\x07 \x01(\t\x12\x11\n\talgorithm\x18\x08 \x01(\t\"h\n\x06Region\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x11\n\tnum_heads\x18\x05 \x01(\r\x12\x10\n\x08head_dim\x18\x06 \x01(\r\"m\n\x06Layout\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x12\n\npage_bytes\x18\x03 \x01(\x04\x12-\n\x07regions\x18\x04 \x03(\x0b\x32\x1c.paceline.transfer.v1.Region\"#\n\x05Offer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x62lob\x18\x02 \x01(\x0c\"\xe6\x01\n\x05Hello\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x13\n\x0bmin_version\x18\x02 \x01(\r\x12\x13\n\x0bmax_version\x18\x03 \x01(\r\x12\x30\n\x08identity\x18\x04 \x01(\x0b\x32\x1e.paceline.transfer.v1.Identity\x12,\n\x06layout\x18\x05 \x01(\x0b\x32\x1c.paceline.transfer.v1.Layout\x12+\n\x06offers\x18\x06 \x03(\x0b\x32\x1b.paceline.transfer.v1.Offer\x12\x11\n\tchecksums\x18\x07 \x01(\x08\"6\n\x07Refused\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x0c\n\x04ours\x18\x02 \x01(\t\x12\x0e\n\x06theirs\x18\x03 \x01(\t\"\xdc\x01\n\tToPrefill\x12,\n\x05hello\x18\x01 \x01(\x0b\x32\x1b.paceline.transfer.v1.HelloH\x00\x12\x30\n\x07reserve\x18\x02 \x01(\x0b\x32\x1d.paceline.transfer.v1.ReserveH\x00\x12,\n\x05renew\x18\x03 \x01(\x0b\x32\x1b.paceline.transfer.v1.RenewH\x00\x12\x36\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32$.paceline.transfer.v1.CancelTransferH\x00\x42\t\n\x07message\"l\n\x07Reserve\x12&\n\x03tid\x18\x01 \x01(\x0b\x32\x19.paceline.transfer.v1.Tid\x12\x10\n\x08page_ids\x18\x02 \x03(\r\x12\x13\n\x0bskip_tokens\x18\x03 \x01(\r\x12\x12\n\ndeadline_s\x18\x04 \x01(\x01\"0\n\x05Renew\x12\'\n\x04tids\x18\x01 \x03(\x0b\x32\x19.paceline.transfer.v1.Tid\"8\n\x0e\x43\x61ncelTransfer\x12&\n\x03tid\x18\x01 \x01(\x0b\x32\x19.paceline.transfer.v1.Tid\"\xf5\x02\n\x08ToDecode\x12,\n\x05hello\x18\x01 \x01(\x0b\x32\x1b.paceline.transfer.v1.HelloH\x00\x12\x30\n\x07refused\x18\x02 \x01(\x0b\x32\x1d.paceline.transfer.v1.RefusedH\x00\x12\x30\n\x07planned\x18\x03 \x01(\x0b\x32\x1d.paceline.transfer.v1.PlannedH\x00\x12,\n\x05\x66inal\x18\x04 \x01(\x0b\x32\x1b.paceline.transfer.v1.FinalH\x00\x12\x36\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32$.paceline.transfer.v1.TransferFailedH\x00\x12\x30\n\x07\x64rained\x18\x06 \x01(\x0b\x32\x1d.paceline.transfer.v1.DrainedH\x00\x12\x34\n\theartbeat\x18\x07 \x01(\x0b\x32\x1f.paceline.transfer.v1.HeartbeatH\x00\x42\t\n\x07message\"E\n\x07Planned\x12&\n\x03tid\x18\x01 \x01(\x0b\x32\x19.paceline.transfer.v1.Tid\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\"$\n\x05Range\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0c\n\x04stop\x18\x02 \x01(\r\"\xb6\x01\n\x05\x46inal\x12&\n\x03tid\x18\x01 \x01(\x0b\x32\x19.paceline.transfer.v1.Tid\x12+\n\x06ranges\x18\x02 \x03(\x0b\x32\x1b.paceline.transfer.v1.Range\x12.\n\x07handoff\x18\x03 \x01(\x0b\x32\x1d.paceline.transfer.v1.Handoff\x12\x11\n\tchecksums\x18\x04 \x03(\x07\x12\x15\n\rhas_checksums\x18\x05 \x01(\x08\"\xc1\x02\n\x07Handoff\x12\x13\n\x0b\x66irst_token\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x0f\n\x07top_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x01\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12;\n\x07tensors\x18\x07 \x03(\x0b\x32*.paceline.transfer.v1.Handoff.TensorsEntry\x12\x0f\n\x07queue_s\x18\x08 \x01(\x01\x12\x11\n\tcompute_s\x18\t \x01(\x01\x1aL\n\x0cTensorsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12+\n\x05value\x18\x02 \x01(\x0b\x32\x1c.paceline.transfer.v1.Tensor:\x02\x38\x01\x42\n\n\x08_logprob\"4\n\x06Tensor\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"V\n\x0eTransferFailed\x12&\n\x03tid\x18\x01 \x01(\x0b\x32\x19.paceline.transfer.v1.Tid\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"1\n\x07\x44rained\x12&\n\x03tid\x18\x01 \x01(\x0b\x32\x19.paceline.transfer.v1.Tid\" \n\tHeartbeat\x12\x13\n\x0b\x65ngine_step\x18\x01 \x01(\x04\x32Z\n\x08Transfer\x12N\n\x07Session\x12\x1f.paceline.transfer.v1.ToPrefill\x1a\x1e.paceline.transfer.v1.ToDecode(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17wire/gen/transfer.proto\x12\x14paceline.transfer.v1\"*\n\x03Tid\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\x97\x01\n\x08Identity\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\x0f\n\x07weights\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x11\n\ttokenizer\x18\x05 \x01(\t\x12\r\n\x05\x64raft\x18\x06 \x01(\t\x12\x15\n\rdraft_weights\x18\x07 \x01(\t\x12\x11\n\talgorithm\x18\x08 \x01(\t\"h\n\x06Region\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x11\n\tnum_heads\x18\x05 \x01(\r\x12\x10\n\x08head_dim\x18\x06 \x01(\r\"m\n\x06Layout\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x12\n\npage_bytes\x18\x03 \x01(\x04\x12-\n\x07regions\x18\x04 \x03(\x0b\x32\x1c.paceline.transfer.v1.Region\"#\n\x05Offer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x62lob\x18\x02 \x01(\x0c\"\xe6\x01\n\x05Hello\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x13\n\x0bmin_version\x18\x02 \x01(\r\x12\x13\n\x0bmax_version\x18\x03 \x01(\r\x12\x30\n\x08identity\x18\x04 \x01(\x0b\x32\x1e.paceline.transfer.v1.Identity\x12,\n\x06layout\x18\x05 \x01(\x0b\x32\x1c.paceline.transfer.v1.Layout\x12+\n\x06offers\x18\x06 \x03(\x0b\x32\x1b.paceline.transfer.v1.Offer\x12\x11\n\tchecksums\x18\x07 \x01(\x08\"L\n\x07Refused\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x0c\n\x04ours\x18\x02 \x01(\t\x12\x0e\n\x06theirs\x18\x03 \x01(\t\x12\x14\n\x0cis_transient\x18\x04 \x01(\x08\"\xdc\x01\n\tToPrefill\x12,\n\x05hello\x18\x01 \x01(\x0b\x32\x1b.paceline.transfer.v1.HelloH\x00\x12\x30\n\x07reserve\x18\x02 \x01(\x0b\x32\x1d.paceline.transfer.v1.ReserveH\x00\x12,\n\x05renew\x18\x03 \x01(\x0b\x32\x1b.paceline.transfer.v1.RenewH\x00\x12\x36\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32$.paceline.transfer.v1.CancelTransferH\x00\x42\t\n\x07message\"l\n\x07Reserve\x12&\n\x03tid\x18\x01 \x01(\x0b\x32\x19.paceline.transfer.v1.Tid\x12\x10\n\x08page_ids\x18\x02 \x03(\r\x12\x13\n\x0bskip_tokens\x18\x03 \x01(\r\x12\x12\n\ndeadline_s\x18\x04 \x01(\x01\"0\n\x05Renew\x12\'\n\x04tids\x18\x01 \x03(\x0b\x32\x19.paceline.transfer.v1.Tid\"8\n\x0e\x43\x61ncelTransfer\x12&\n\x03tid\x18\x01 \x01(\x0b\x32\x19.paceline.transfer.v1.Tid\"\xf5\x02\n\x08ToDecode\x12,\n\x05hello\x18\x01 \x01(\x0b\x32\x1b.paceline.transfer.v1.HelloH\x00\x12\x30\n\x07refused\x18\x02 \x01(\x0b\x32\x1d.paceline.transfer.v1.RefusedH\x00\x12\x30\n\x07planned\x18\x03 \x01(\x0b\x32\x1d.paceline.transfer.v1.PlannedH\x00\x12,\n\x05\x66inal\x18\x04 \x01(\x0b\x32\x1b.paceline.transfer.v1.FinalH\x00\x12\x36\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32$.paceline.transfer.v1.TransferFailedH\x00\x12\x30\n\x07\x64rained\x18\x06 \x01(\x0b\x32\x1d.paceline.transfer.v1.DrainedH\x00\x12\x34\n\theartbeat\x18\x07 \x01(\x0b\x32\x1f.paceline.transfer.v1.HeartbeatH\x00\x42\t\n\x07message\"E\n\x07Planned\x12&\n\x03tid\x18\x01 \x01(\x0b\x32\x19.paceline.transfer.v1.Tid\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\"$\n\x05Range\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0c\n\x04stop\x18\x02 \x01(\r\"\xb6\x01\n\x05\x46inal\x12&\n\x03tid\x18\x01 \x01(\x0b\x32\x19.paceline.transfer.v1.Tid\x12+\n\x06ranges\x18\x02 \x03(\x0b\x32\x1b.paceline.transfer.v1.Range\x12.\n\x07handoff\x18\x03 \x01(\x0b\x32\x1d.paceline.transfer.v1.Handoff\x12\x11\n\tchecksums\x18\x04 \x03(\x07\x12\x15\n\rhas_checksums\x18\x05 \x01(\x08\"\xc1\x02\n\x07Handoff\x12\x13\n\x0b\x66irst_token\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x0f\n\x07top_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x01\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12;\n\x07tensors\x18\x07 \x03(\x0b\x32*.paceline.transfer.v1.Handoff.TensorsEntry\x12\x0f\n\x07queue_s\x18\x08 \x01(\x01\x12\x11\n\tcompute_s\x18\t \x01(\x01\x1aL\n\x0cTensorsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12+\n\x05value\x18\x02 \x01(\x0b\x32\x1c.paceline.transfer.v1.Tensor:\x02\x38\x01\x42\n\n\x08_logprob\"4\n\x06Tensor\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"V\n\x0eTransferFailed\x12&\n\x03tid\x18\x01 \x01(\x0b\x32\x19.paceline.transfer.v1.Tid\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"1\n\x07\x44rained\x12&\n\x03tid\x18\x01 \x01(\x0b\x32\x19.paceline.transfer.v1.Tid\" \n\tHeartbeat\x12\x13\n\x0b\x65ngine_step\x18\x01 \x01(\x04\x32Z\n\x08Transfer\x12N\n\x07Session\x12\x1f.paceline.transfer.v1.ToPrefill\x1a\x1e.paceline.transfer.v1.ToDecode(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,35 +46,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HELLO']._serialized_start=502
   _globals['_HELLO']._serialized_end=732
   _globals['_REFUSED']._serialized_start=734
-  _globals['_REFUSED']._serialized_end=788
-  _globals['_TOPREFILL']._serialized_start=791
-  _globals['_TOPREFILL']._serialized_end=1011
-  _globals['_RESERVE']._serialized_start=1013
-  _globals['_RESERVE']._serialized_end=1121
-  _globals['_RENEW']._serialized_start=1123
-  _globals['_RENEW']._serialized_end=1171
-  _globals['_CANCELTRANSFER']._serialized_start=1173
-  _globals['_CANCELTRANSFER']._serialized_end=1229
-  _globals['_TODECODE']._serialized_start=1232
-  _globals['_TODECODE']._serialized_end=1605
-  _globals['_PLANNED']._serialized_start=1607
-  _globals['_PLANNED']._serialized_end=1676
-  _globals['_RANGE']._serialized_start=1678
-  _globals['_RANGE']._serialized_end=1714
-  _globals['_FINAL']._serialized_start=1717
-  _globals['_FINAL']._serialized_end=1899
-  _globals['_HANDOFF']._serialized_start=1902
-  _globals['_HANDOFF']._serialized_end=2223
-  _globals['_HANDOFF_TENSORSENTRY']._serialized_start=2135
-  _globals['_HANDOFF_TENSORSENTRY']._serialized_end=2211
-  _globals['_TENSOR']._serialized_start=2225
-  _globals['_TENSOR']._serialized_end=2277
-  _globals['_TRANSFERFAILED']._serialized_start=2279
-  _globals['_TRANSFERFAILED']._serialized_end=2365
-  _globals['_DRAINED']._serialized_start=2367
-  _globals['_DRAINED']._serialized_end=2416
-  _globals['_HEARTBEAT']._serialized_start=2418
-  _globals['_HEARTBEAT']._serialized_end=2450
-  _globals['_TRANSFER']._serialized_start=2452
-  _globals['_TRANSFER']._serialized_end=2542
+  _globals['_REFUSED']._serialized_end=810
+  _globals['_TOPREFILL']._serialized_start=813
+  _globals['_TOPREFILL']._serialized_end=1033
+  _globals['_RESERVE']._serialized_start=1035
+  _globals['_RESERVE']._serialized_end=1143
+  _globals['_RENEW']._serialized_start=1145
+  _globals['_RENEW']._serialized_end=1193
+  _globals['_CANCELTRANSFER']._serialized_start=1195
+  _globals['_CANCELTRANSFER']._serialized_end=1251
+  _globals['_TODECODE']._serialized_start=1254
+  _globals['_TODECODE']._serialized_end=1627
+  _globals['_PLANNED']._serialized_start=1629
+  _globals['_PLANNED']._serialized_end=1698
+  _globals['_RANGE']._serialized_start=1700
+  _globals['_RANGE']._serialized_end=1736
+  _globals['_FINAL']._serialized_start=1739
+  _globals['_FINAL']._serialized_end=1921
+  _globals['_HANDOFF']._serialized_start=1924
+  _globals['_HANDOFF']._serialized_end=2245
+  _globals['_HANDOFF_TENSORSENTRY']._serialized_start=2157
+  _globals['_HANDOFF_TENSORSENTRY']._serialized_end=2233
+  _globals['_TENSOR']._serialized_start=2247
+  _globals['_TENSOR']._serialized_end=2299
+  _globals['_TRANSFERFAILED']._serialized_start=2301
+  _globals['_TRANSFERFAILED']._serialized_end=2387
+  _globals['_DRAINED']._serialized_start=2389
+  _globals['_DRAINED']._serialized_end=2438
+  _globals['_HEARTBEAT']._serialized_start=2440
+  _globals['_HEARTBEAT']._serialized_end=2472
+  _globals['_TRANSFER']._serialized_start=2474
+  _globals['_TRANSFER']._serialized_end=2564
 # @@protoc_insertion_point(module_scope)

@@ -214,19 +214,22 @@ class Refused(_message.Message):
     FIELD_FIELD_NUMBER: _builtins.int
     OURS_FIELD_NUMBER: _builtins.int
     THEIRS_FIELD_NUMBER: _builtins.int
+    IS_TRANSIENT_FIELD_NUMBER: _builtins.int
     field: _builtins.str
     ours: _builtins.str
     theirs: _builtins.str
+    is_transient: _builtins.bool
     def __init__(
         self,
         *,
         field: _builtins.str = ...,
         ours: _builtins.str = ...,
         theirs: _builtins.str = ...,
+        is_transient: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["field", b"field", "ours", b"ours", "theirs", b"theirs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["field", b"field", "is_transient", b"is_transient", "ours", b"ours", "theirs", b"theirs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
