@@ -28,8 +28,8 @@ def tiny_folder(family: str = "llama") -> Path:
 
 
 @cache
-def tiny_model(family: str = "llama") -> LoadedModel:
-    return load_model(tiny_folder(family), dtype="float32", device=torch.device("cpu"))
+def tiny_model(family: str = "llama", device: str = "cpu") -> LoadedModel:
+    return load_model(tiny_folder(family), dtype="float32", device=torch.device(device))
 
 
 def make_engine(
@@ -41,8 +41,9 @@ def make_engine(
     chunk_tokens: int = 64,
     max_running: int = 16,
     reserve_tokens: int = 512,
+    device: str = "cpu",
 ) -> EngineLoop:
-    loaded = tiny_model(family)
+    loaded = tiny_model(family, device)
     config = loaded.config
     proposer = proposer or NullProposer(NullConfig())
     target = PoolSpec(
@@ -52,7 +53,7 @@ def make_engine(
         head_dim=config.head_dim,
     )
     layout = build_layout(page_size=page_size, dtype="float32", pools=[target, *proposer.needs.draft_kv])
-    pool = PagePool(layout, num_pages, torch.device("cpu"))
+    pool = PagePool(layout, num_pages, torch.device(device))
     pool.storage.view(torch.float32).fill_(1e4)  # what nobody wrote must not be seen
     return EngineLoop(
         model=loaded.model,
