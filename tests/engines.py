@@ -38,11 +38,10 @@ def make_engine(
     family: str = "llama",
     num_pages: int = 256,
     page_size: int = 4,
-    chunk_tokens: int = 64,
-    max_running: int = 16,
-    reserve_tokens: int = 512,
     device: str = "cpu",
+    **limits: int,
 ) -> EngineLoop:
+    """`limits` are fields of SchedulerLimits."""
     loaded = tiny_model(family, device)
     config = loaded.config
     proposer = proposer or NullProposer(NullConfig())
@@ -60,9 +59,7 @@ def make_engine(
         pool=pool,
         cache=KvCache(num_pages=num_pages, page_size=page_size, fingerprint="tiny"),
         proposer=proposer,
-        limits=SchedulerLimits(
-            max_running=max_running, chunk_tokens=chunk_tokens, reserve_tokens=reserve_tokens
-        ),
+        limits=SchedulerLimits(**{"max_running": 16, "chunk_tokens": 64, **limits}),
     )
 
 
