@@ -89,7 +89,7 @@ class NodeLinks:
 
     def _follow(self, group: asyncio.TaskGroup, tasks: dict[Incarnation, asyncio.Task[None]]) -> None:
         records = {record.incarnation: record for record in self._nodes.records}
-        for gone in self._links.keys() - records.keys():
+        for gone in [incarnation for incarnation in self._links if incarnation not in records]:
             del self._links[gone]
             self.sent.clear(gone)
             tasks.pop(gone).cancel()

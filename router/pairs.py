@@ -147,8 +147,9 @@ class PairBook:
     def _refresh(self) -> None:
         """Bring the entries in line with records and links."""
         routes = {route.key: route for route in self._routes()}
-        for key in self._entries.keys() - routes.keys():
-            self._stop(self._entries.pop(key))
+        for key, entry in self._entries.items():
+            if key not in routes:
+                self._stop(entry)
         # Rebuilt in the order of the routes, so that round-robin does not depend on who came first.
         self._entries = {key: self._entries.get(key) or _Entry(route) for key, route in routes.items()}
         for key, entry in self._entries.items():

@@ -15,23 +15,23 @@ class LinkTable:
     """Invariant: a tid is owned by at most one open link, from `own` to its terminal event."""
 
     def __init__(self) -> None:
-        self._tids: dict[Link, set[TransferId]] = {}
+        self._tids: dict[Link, dict[TransferId, None]] = {}
         self._link_of: dict[TransferId, Link] = {}
         self._outputs: list[ToLink] = []
 
     def open(self, link: Link) -> None:
-        self._tids[link] = set()
+        self._tids[link] = {}
 
-    def close(self, link: Link) -> set[TransferId]:
-        """Forget the link; returns the tids it leaves behind, which the node must cancel."""
-        left = self._tids.pop(link, set())
+    def close(self, link: Link) -> tuple[TransferId, ...]:
+        """Forget the link; returns the tids it leaves behind, oldest first, which the node must cancel."""
+        left = tuple(self._tids.pop(link, ()))
         for tid in left:
             del self._link_of[tid]
         self._outputs = [output for output in self._outputs if output.link != link]
         return left
 
     def own(self, link: Link, tid: TransferId) -> None:
-        self._tids[link].add(tid)
+        self._tids[link][tid] = None
         self._link_of[tid] = link
 
     def is_live(self, tid: TransferId) -> bool:
@@ -54,7 +54,7 @@ class LinkTable:
         """The tid is over and its owner needs no further word (it cancelled)."""
         link = self._link_of.pop(tid, None)
         if link is not None:
-            self._tids[link].discard(tid)
+            self._tids[link].pop(tid, None)
 
     def take(self) -> list[ToLink]:
         outputs, self._outputs = self._outputs, []

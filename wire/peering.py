@@ -58,9 +58,10 @@ class Peering:
         self._want(self._search.view.records)
         async with asyncio.TaskGroup() as group:
             while True:
-                for incarnation in self._wanted.keys() - self._kept - self._refused.keys():
-                    self._kept.add(incarnation)
-                    group.create_task(self._keep(incarnation))
+                for incarnation in self._wanted:
+                    if incarnation not in self._kept and incarnation not in self._refused:
+                        self._kept.add(incarnation)
+                        group.create_task(self._keep(incarnation))
                 self._changed.clear()
                 await self._changed.wait()
 
