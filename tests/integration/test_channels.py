@@ -354,6 +354,19 @@ async def test_cut_breaks_every_channel_of_an_address_and_new_ones_open() -> Non
         await (await connector.work("p:1")).close()
 
 
+async def test_cut_between_two_addresses_spares_the_others() -> None:
+    network = MemoryNetwork()
+    node = FakeNode(work=echo)
+    async with network.serve("p:1", work=node.accept_work, session=node.accept_session):
+        broken = await network.connector("d:1").work("p:1")
+        spared = await network.connector("d:2").work("p:1")
+        network.cut("p:1", "d:1")
+        with pytest.raises(ChannelClosed, match="connection between d:1 and p:1 was cut"):
+            await broken.receive()
+        await spared.send(Cancel(tid=TID))
+        assert (await spared.receive()).step == 1
+
+
 async def test_delayed_messages_arrive_late_and_in_order() -> None:
     delays = iter([0.0, 0.05, 0.0, *[0.0] * 8])
     network = MemoryNetwork(delay_s=lambda: next(delays))
