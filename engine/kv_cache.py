@@ -13,12 +13,16 @@ from engine.request import Request
 
 
 class KvCache:
-    """Invariant: the ledger's books equal what requests, cache, leases and quarantine hold."""
+    """Invariant: the ledger's books equal what requests, cache, leases and quarantine hold.
 
-    def __init__(self, *, num_pages: int, page_size: int, fingerprint: str) -> None:
+    lookahead: how many tokens after a page its contents depend on.
+    """
+
+    def __init__(self, *, num_pages: int, page_size: int, fingerprint: str, lookahead: int = 0) -> None:
         self.page_size = page_size
+        self._lookahead = lookahead
         self._ledger = PageLedger(num_pages)
-        self._prefix = PrefixCache(page_size=page_size, fingerprint=fingerprint)
+        self._prefix = PrefixCache(page_size=page_size, fingerprint=fingerprint, lookahead=lookahead)
         self._leases: dict[Hashable, list[int]] = {}
         self._quarantine: dict[Hashable, list[int]] = {}
 
@@ -46,7 +50,7 @@ class KvCache:
         assert not request.pages
         assert request.num_committed == 0
         prompt = request.prompt_ids
-        found = self._prefix.match(prompt, request.cache_salt, max_pages=(len(prompt) - 1) // self.page_size)
+        found = self._prefix.match(prompt, request.cache_salt, max_pages=self._max_shared(prompt))
         self._prefix.acquire(found)
         request.pages = [entry.page for entry in found]
         request.chain = found[-1].digest if found else self._prefix.root(request.cache_salt)
@@ -55,7 +59,7 @@ class KvCache:
 
     def cached_pages(self, prompt: Sequence[int], salt: str) -> int:
         """How many pages `attach_prefix` would find."""
-        return len(self._prefix.match(prompt, salt, max_pages=(len(prompt) - 1) // self.page_size))
+        return len(self._prefix.match(prompt, salt, max_pages=self._max_shared(prompt)))
 
     def grow(self, request: Request, num_slots: int) -> None:
         """Give the request pages for `num_slots` slots. Raises OutOfPages and changes nothing."""
@@ -66,9 +70,10 @@ class KvCache:
     def publish(self, request: Request) -> None:
         """Hand the request's full committed pages to the prefix cache; it goes on using them."""
         size = self.page_size
-        while (request.num_published_pages + 1) * size <= request.num_committed:
+        num_final = min(request.num_committed, len(request.tokens) - self._lookahead)
+        while (request.num_published_pages + 1) * size <= num_final:
             index = request.num_published_pages
-            tokens = request.tokens[index * size : (index + 1) * size]
+            tokens = request.tokens[index * size : (index + 1) * size + self._lookahead]
             request.chain = self._prefix.link(request.chain, tokens)
             request.num_published_pages += 1
             page = request.pages[index]
@@ -135,6 +140,9 @@ class KvCache:
             if users.get(page, 0) != count:
                 found.append(f"cached page {page} counts {count} users, {users.get(page, 0)} exist")
         return found
+
+    def _max_shared(self, prompt: Sequence[int]) -> int:
+        return max(0, len(prompt) - max(1, self._lookahead)) // self.page_size
 
     def _take(self, count: int, owner: Owner, holder: Hashable) -> list[int]:
         if count > self.num_available:

@@ -1,7 +1,7 @@
 """Full KV pages kept by content, so that an equal prefix is computed once.
 
-A page is known by a hash chain over (parent hash, its tokens); the chain starts from the model's
-fingerprint and the request's cache salt. Must never know about requests or transfers.
+A page is known by a hash chain over (parent hash, its tokens and those after it that it depends on); the
+chain starts from the model's fingerprint and the request's cache salt. Must never know about requests or transfers.
 """
 
 import hashlib
@@ -23,8 +23,9 @@ class CachedPage:
 class PrefixCache:
     """Invariant: `_idle` holds exactly the cached pages without users, least recently used first."""
 
-    def __init__(self, *, page_size: int, fingerprint: str) -> None:
+    def __init__(self, *, page_size: int, fingerprint: str, lookahead: int = 0) -> None:
         self.page_size = page_size
+        self._lookahead = lookahead
         self._root = fingerprint.encode()
         self._by_digest: dict[bytes, CachedPage] = {}
         self._by_page: dict[int, CachedPage] = {}
@@ -44,7 +45,7 @@ class PrefixCache:
         return hashlib.blake2b(self._root + b"\0" + salt.encode(), digest_size=16).digest()
 
     def link(self, parent: bytes, tokens: Sequence[int]) -> bytes:
-        """Digest of the page holding `tokens` (exactly `page_size` of them) after `parent`."""
+        """Digest of the page holding `tokens` (`page_size` of them, then the lookahead) after `parent`."""
         return hashlib.blake2b(parent + array("i", tokens).tobytes(), digest_size=16).digest()
 
     def match(self, tokens: Sequence[int], salt: str, *, max_pages: int) -> list[CachedPage]:
@@ -90,8 +91,8 @@ class PrefixCache:
     def _chain(self, tokens: Sequence[int], salt: str, max_pages: int) -> Iterator[bytes]:
         digest = self.root(salt)
         for start in range(0, min(max_pages * self.page_size, len(tokens)), self.page_size):
-            page_tokens = tokens[start : start + self.page_size]
-            if len(page_tokens) < self.page_size:
+            page_tokens = tokens[start : start + self.page_size + self._lookahead]
+            if len(page_tokens) < self.page_size + self._lookahead:
                 return
             digest = self.link(digest, page_tokens)
             yield digest

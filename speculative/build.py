@@ -72,6 +72,7 @@ def build_engine(settings: EngineSettings) -> BuiltEngine:
         num_pages=pool.num_pages,
         page_size=settings.page_size,
         fingerprint=f"{loaded.weights_fingerprint} {proposer.needs.draft_weights}",
+        lookahead=proposer.needs.num_lookahead_tokens,
     )
     limits = SchedulerLimits(
         max_running=settings.max_running,

@@ -23,6 +23,8 @@ class DraftNeeds:
 
     max_draft_tokens: nodes of a proposal without the root; 0 is plain decoding.
     num_scratch_slots: slots from `num_committed` on that `propose` may write draft KV to.
+    num_lookahead_tokens: tokens after a slot's own that its draft KV depends on; a prefix of pages is
+        shared only between requests that agree on so many tokens more.
     hidden_layers: target layers to capture (indices as in `engine.batch.ForwardBatch`).
     draft_kv: regions added to every page after the target's.
     handoff: names of the tensors the handoff record carries.
@@ -33,6 +35,7 @@ class DraftNeeds:
 
     max_draft_tokens: int = 0
     num_scratch_slots: int = 0
+    num_lookahead_tokens: int = 0
     hidden_layers: tuple[int, ...] = ()
     draft_kv: tuple[PoolSpec, ...] = ()
     handoff: tuple[str, ...] = ()

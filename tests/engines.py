@@ -57,7 +57,12 @@ def make_engine(
     return EngineLoop(
         model=loaded.model,
         pool=pool,
-        cache=KvCache(num_pages=num_pages, page_size=page_size, fingerprint="tiny"),
+        cache=KvCache(
+            num_pages=num_pages,
+            page_size=page_size,
+            fingerprint="tiny",
+            lookahead=proposer.needs.num_lookahead_tokens,
+        ),
         proposer=proposer,
         limits=SchedulerLimits(**{"max_running": 16, "chunk_tokens": 64, **limits}),
     )

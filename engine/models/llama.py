@@ -48,6 +48,10 @@ class LlamaModel:
     def head_VE(self) -> torch.Tensor:
         return self.weights.head_VE
 
+    def final_norm(self, hidden_TE: torch.Tensor) -> torch.Tensor:
+        config = self.config
+        return F.rms_norm(hidden_TE, (config.hidden_size,), self.weights.final_norm_E, config.rms_norm_eps)
+
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, pool: PagePool) -> ForwardOutput:
         """One pass over the packed rows of all spans; see `engine.batch` for the meaning of a span."""
@@ -118,9 +122,7 @@ class LlamaModel:
         if not rows:
             return torch.empty(0, self.config.vocab_size, dtype=torch.float32, device=self.device)
         wanted_RE = hidden_TE if len(rows) == start else hidden_TE[torch.tensor(rows, device=self.device)]
-        config = self.config
-        x_RE = F.rms_norm(wanted_RE, (config.hidden_size,), self.weights.final_norm_E, config.rms_norm_eps)
-        return F.linear(x_RE, self.weights.head_VE).float()
+        return F.linear(self.final_norm(wanted_RE), self.weights.head_VE).float()
 
 
 def _packed(parts: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:

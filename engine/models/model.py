@@ -27,6 +27,10 @@ class Model(Protocol):
     @property
     def head_VE(self) -> torch.Tensor: ...
 
+    def final_norm(self, hidden_TE: torch.Tensor) -> torch.Tensor:
+        """What the head reads, of rows of the last hidden layer; new memory."""
+        ...
+
     def forward(self, batch: ForwardBatch, pool: PagePool) -> ForwardOutput:
         """Write the KV of every row into `pool`; return wanted logits and hidden layers."""
         ...

@@ -158,3 +158,20 @@ def test_books_balance_under_random_traffic() -> None:
     for request in live:
         cache.release(request)
     assert cache.num_available == 40
+
+
+def test_a_page_whose_contents_depend_on_later_tokens_is_shared_only_where_those_agree() -> None:
+    cache = KvCache(num_pages=16, page_size=4, fingerprint="model", lookahead=1)
+    first = make_request("a", [1, 2, 3, 4, 5, 6, 7, 8])
+    cache.attach_prefix(first)
+    cache.grow(first, 8)
+    first.num_committed = 8
+    cache.publish(first)
+    assert first.num_published_pages == 1  # nothing is known to follow the second page yet
+    first.tokens.append(9)
+    cache.publish(first)
+    assert first.num_published_pages == 2
+    assert cache.cached_pages([1, 2, 3, 4, 5, 6, 7, 8, 9], "") == 2
+    assert cache.cached_pages([1, 2, 3, 4, 5, 6, 7, 8, 10], "") == 1
+    assert cache.cached_pages([1, 2, 3, 4, 5, 6, 7, 8], "") == 1
+    assert cache.cached_pages([1, 2, 3, 4, 10], "") == 0

@@ -1,0 +1,84 @@
+"""What a draft's `config.json` says, in one set of words for every layout it may be written in.
+
+Owns the reading of the EAGLE official, SpecForge and speculators layouts, and of their layer ids, which are
+normalised to indices of Hugging Face `hidden_states`. Must never know tensors.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from engine.models.config import ModelConfig, model_config
+
+# The draft's layer by `model_type`; the architecture names of drafts say too little to go by.
+_ARCHITECTURES: Mapping[str, str] = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def is_speculators(config: Mapping[str, Any]) -> bool:
+    return "speculators_model_type" in config
+
+
+def layer_config(config: Mapping[str, Any]) -> ModelConfig:
+    """The draft's decoder layers, checked as a model's config is. Raises ValueError naming the field."""
+    fields: dict[str, Any] = dict(config)
+    if is_speculators(config):
+        fields = dict(config.get("transformer_layer_config") or {})
+        if not fields:
+            raise ValueError("transformer_layer_config must be given in a speculators config, got none")
+    fields.setdefault("max_position_embeddings", 2048)
+    family = _family(fields)
+    return model_config({**fields, "architectures": [_ARCHITECTURES[family]]})
+
+
+def _family(fields: Mapping[str, Any]) -> str:
+    family = fields.get("model_type")
+    if family in _ARCHITECTURES:
+        return str(family)
+    names = " ".join(fields.get("architectures") or [])
+    for known in ("qwen3", "qwen2", "mistral", "llama"):
+        if known in names.lower():
+            return known
+    raise ValueError(
+        f"model_type of a draft must be one of {sorted(_ARCHITECTURES)}, got {family!r} (architectures {names!r})"
+    )
+
+
+def eagle3_layer_ids(config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The target layers tapped, as `hidden_states` indices; None: the default for the target's depth.
+
+    In an `eagle_config` (SpecForge, SGLang) id v means the output of layer v, which is
+    `hidden_states[v + 1]`; at the top level (speculators, vLLM) it is the index itself.
+    """
+    nested = (config.get("eagle_config") or {}).get(_LAYER_IDS)
+    top = config.get(_LAYER_IDS)
+    ids = [int(v) + 1 for v in nested] if nested is not None and top is None else top
+    if ids is None:
+        return None
+    if not ids or list(ids) != sorted(set(ids)) or ids[0] < 0:
+        raise ValueError(f"{_LAYER_IDS} must be distinct and ascending, got {nested or top!r}")
+    return tuple(int(i) for i in ids)
+
+
+def default_layer_ids(num_layers: int) -> tuple[int, ...]:
+    """What EAGLE-3 heads tap unless they say otherwise."""
+    return (2, num_layers // 2, num_layers - 3)
+
+
+def flag(config: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """A switch of the head, in `eagle_config` or at the top level."""
+    nested = config.get("eagle_config") or {}
+    value = nested.get(name, config.get(name, default))
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, got {value!r}")
+    return value
+
+
+def check_same(field: str, ours: int, target: int) -> None:
+    """Raises ValueError naming the field in which a draft does not fit its target."""
+    if ours != target:
+        raise ValueError(f"{field} of the draft must be the target's {target}, got {ours}")
