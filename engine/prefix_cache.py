@@ -1,7 +1,8 @@
 """Full KV pages kept by content, so that an equal prefix is computed once.
 
-A page is known by a hash chain over (parent hash, its tokens and those after it that it depends on); the
-chain starts from the model's fingerprint and the request's cache salt. Must never know about requests or transfers.
+A page is known by a hash chain over (parent hash, its tokens and those after it that it depends on);
+the chain starts from the model's fingerprint and the request's cache salt. Must never know about
+requests or transfers.
 """
 
 import hashlib

@@ -9,6 +9,7 @@ from inspect import signature
 from types import MappingProxyType
 from typing import Any
 
+from speculative.eagle3 import Eagle3Config, Eagle3Proposer
 from speculative.ngram import NgramConfig, NgramProposer
 from speculative.null import NullConfig, NullProposer
 from speculative.proposer import Proposer
@@ -26,6 +27,7 @@ CATALOGUE: Mapping[str, Algorithm] = MappingProxyType(
     {
         "none": Algorithm(NullConfig, NullProposer),
         "ngram": Algorithm(NgramConfig, NgramProposer),
+        "eagle3": Algorithm(Eagle3Config, Eagle3Proposer),
     }
 )
 

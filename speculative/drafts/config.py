@@ -44,7 +44,8 @@ def _family(fields: Mapping[str, Any]) -> str:
         if known in names.lower():
             return known
     raise ValueError(
-        f"model_type of a draft must be one of {sorted(_ARCHITECTURES)}, got {family!r} (architectures {names!r})"
+        f"model_type of a draft must be one of {sorted(_ARCHITECTURES)},"
+        f" got {family!r} (architectures {names!r})"
     )
 
 

@@ -1,0 +1,235 @@
+"""Drafting with a network that reads the target's hidden states and then its own: the EAGLE family.
+
+Owns the draft's KV in step with the target's, and each request's state between rounds. Must never know
+what the network computes.
+
+Draft slot p holds the pair (hidden at p, token at p + 1), so draft and target share slots and pages, and
+`observe` can write every committed slot as soon as the token after it is known. What the last pair
+predicts, and its recurrent hidden, start the next proposal; drafted tokens go to scratch slots after it.
+
+Shapes: `B` requests, `K` candidates or beams, `R` wanted rows, `T` packed rows, `E` hidden width.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from engine.batch import ForwardOutput, Span
+from engine.models.model import Model
+from engine.pool import PagePool
+from engine.request import Request
+from speculative.drafts.extension import captured_rows, extension_of
+from speculative.drafts.head import DraftHead, Floats, Ids, best
+from speculative.drafts.scratch import ScratchRows
+from speculative.growth import Growth, num_candidates
+from speculative.proposer import Advance, DraftNeeds, Proposal, Seed
+
+# The state keeps so many candidates whatever the shape of the tree, so that both nodes of a pair agree.
+STATE_WIDTH = 16
+HANDOFF = ("topk_p", "topk_index", "hidden")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeShape:
+    """num_steps: depth of the tree. topk: siblings per row and beams per step; 1 makes it a chain.
+
+    num_draft_tokens: most tokens of a proposal, the root not counted.
+    """
+
+    num_steps: int
+    topk: int
+    num_draft_tokens: int
+
+    def __post_init__(self) -> None:
+        limits = {"num_steps": 32, "topk": STATE_WIDTH, "num_draft_tokens": 256}
+        for name, most in limits.items():
+            value = {"num_steps": self.num_steps, "topk": self.topk}.get(name, self.num_draft_tokens)
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+                raise ValueError(f"{name} must be a whole number in [1, {most}], got {value!r}")
+
+    @property
+    def max_tokens(self) -> int:
+        return min(self.num_draft_tokens, num_candidates(width=self.topk, num_steps=self.num_steps))
+
+    @property
+    def num_scratch_slots(self) -> int:
+        return self.topk * (self.num_steps - 1)
+
+
+class DraftNetwork(Protocol):
+    """A draft bound to its target. `forward` writes the rows' draft KV and returns wanted rows only."""
+
+    @property
+    def head(self) -> DraftHead: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    def fuse(self, captured: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """The network's input hidden, of rows of the target layers it asked for."""
+        ...
+
+    def forward(self, spans: Sequence[Span], hidden_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(recurrent hidden `[R, E]`, logits `[R, V]` over the draft's vocabulary) of the logit rows."""
+        ...
+
+
+class RecurrentDraft(Protocol):
+    """An algorithm of the family, before and after it meets its target."""
+
+    @property
+    def shape(self) -> TreeShape: ...
+
+    @property
+    def needs(self) -> DraftNeeds:
+        """Without `hidden_layers`, which may depend on the target, and without the shape's numbers."""
+        ...
+
+    def layer_ids(self, model: Model) -> tuple[int, ...]: ...
+
+    def build(self, model: Model, pool: PagePool) -> DraftNetwork:
+        """Raises ValueError naming the tensor or field that does not fit."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _State:
+    """What the pair at the last committed slot predicts; ids are the draft's, best first."""
+
+    p_K: Floats
+    draft_ids_K: Ids
+    hidden_E: torch.Tensor
+
+
+class RecurrentProposer:
+    """Invariant: a state belongs to a request seen and not forgotten, as of its last committed slot."""
+
+    def __init__(self, draft: RecurrentDraft) -> None:
+        self._draft = draft
+        self._shape = draft.shape
+        self.needs = needs_of(draft.needs, draft.shape, layer_ids=())
+        self._states: dict[Request, _State] = {}
+
+    def bind(self, model: Model, pool: PagePool) -> None:
+        self.needs = needs_of(self._draft.needs, self._shape, layer_ids=self._draft.layer_ids(model))
+        self._network = self._draft.build(model, pool)
+        self._device = model.device
+        self._dtype = model.dtype
+        self._width = min(STATE_WIDTH, self._network.head.vocab_size)
+        if self._shape.topk > self._width:
+            raise ValueError(
+                f"topk must be at most the draft's vocabulary {self._width}, got {self._shape.topk}"
+            )
+
+    def admit(self, request: Request, seed: Seed | None) -> None:
+        if seed is not None:
+            self._states[request] = self._restored(seed)
+
+    def seed(self, request: Request) -> Seed:
+        state = self._states.get(request)
+        if state is None:
+            return Seed()
+        return Seed(
+            tensors={
+                "topk_p": torch.from_numpy(state.p_K),
+                "topk_index": torch.from_numpy(state.draft_ids_K),
+                "hidden": state.hidden_E,
+            }
+        )
+
+    def forget(self, request: Request) -> None:
+        self._states.pop(request, None)
+
+    @torch.inference_mode()
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Proposal]:
+        drafting = [
+            (request, min(limit, self._shape.max_tokens))
+            for request, limit in zip(requests, limits, strict=True)
+            if limit > 0 and request in self._states
+        ]
+        drafted: dict[Request, Proposal] = {}
+        if drafting:
+            # No node lies deeper than there are tokens to select, so further steps would change nothing.
+            num_steps = min(self._shape.num_steps, max(limit for _, limit in drafting))
+            growth = self._grow([request for request, _ in drafting], num_steps)
+            for index, (request, limit) in enumerate(drafting):
+                chosen = growth.select(index, limit)
+                drafted[request] = Proposal(token_ids=chosen.token_ids, parents=chosen.parents)
+        return [drafted.get(request, Proposal()) for request in requests]
+
+    @torch.inference_mode()
+    def observe(self, advances: Sequence[Advance], output: ForwardOutput) -> None:
+        extensions = [found for advance in advances if (found := extension_of(advance)) is not None]
+        if not extensions:
+            return
+        captured = captured_rows(extensions, output.hidden)
+        spans = [extension.span for extension in extensions]
+        hidden_RE, logits_RV = self._network.forward(spans, self._network.fuse(captured))
+        ended = [extension.request for extension in extensions if extension.span.logit_rows]
+        if not ended:
+            return
+        p_RK, ids_RK = best(logits_RV, self._width)
+        for row, request in enumerate(ended):
+            self._states[request] = _State(
+                p_K=p_RK[row].copy(), draft_ids_K=ids_RK[row].copy(), hidden_E=hidden_RE[row].clone()
+            )
+
+    def _grow(self, requests: Sequence[Request], num_steps: int) -> Growth:
+        states = [self._states[request] for request in requests]
+        width = self._shape.topk
+        p_BK = np.stack([state.p_K[:width] for state in states])
+        head = self._network.head
+        growth = Growth(p_BK, head.to_target(np.stack([state.draft_ids_K[:width] for state in states])))
+        rows = ScratchRows(requests, width=width)
+        beams = growth.beams()
+        hidden_BKE = torch.stack([state.hidden_E for state in states])[:, None].expand(-1, width, -1)
+        for _ in range(num_steps - 1):
+            spans, hidden_TE = rows.add(beams, hidden_BKE)
+            recurrent_RE, logits_RV = self._network.forward(spans, hidden_TE)
+            p_RK, ids_RK = best(logits_RV, width)
+            shape = (len(requests), width, width)
+            beams = growth.expand(p_RK.reshape(shape), head.to_target(ids_RK).reshape(shape))
+            recurrent_BKE = recurrent_RE.view(len(requests), width, -1)
+            sources_BK = torch.from_numpy(beams.sources_BK).to(recurrent_BKE.device)
+            hidden_BKE = torch.take_along_dim(recurrent_BKE, sources_BK[:, :, None], dim=1)
+        return growth
+
+    def _restored(self, seed: Seed) -> _State:
+        wanted = {
+            "topk_p": ((self._width,), torch.float32),
+            "topk_index": ((self._width,), torch.int64),
+            "hidden": ((self._network.hidden_size,), self._dtype),
+        }
+        for name, (shape, dtype) in wanted.items():
+            tensor = seed.tensors[name]
+            if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
+                raise ValueError(
+                    f"handoff tensor {name} must be {dtype} of shape {shape},"
+                    f" got {tensor.dtype} of {tuple(tensor.shape)}"
+                )
+        draft_ids_K = seed.tensors["topk_index"].numpy()
+        if draft_ids_K.min() < 0 or draft_ids_K.max() >= self._network.head.vocab_size:
+            raise ValueError(f"handoff tensor topk_index must hold draft ids, got {draft_ids_K.tolist()}")
+        return _State(
+            p_K=seed.tensors["topk_p"].numpy(),
+            draft_ids_K=draft_ids_K,
+            hidden_E=seed.tensors["hidden"].to(self._device),
+        )
+
+
+def needs_of(needs: DraftNeeds, shape: TreeShape, *, layer_ids: tuple[int, ...]) -> DraftNeeds:
+    """What the whole algorithm needs, given what the draft itself does."""
+    return DraftNeeds(
+        max_draft_tokens=shape.max_tokens,
+        num_scratch_slots=shape.num_scratch_slots,
+        num_lookahead_tokens=1,
+        hidden_layers=layer_ids,
+        draft_kv=needs.draft_kv,
+        handoff=HANDOFF,
+        prefill_identity=needs.prefill_identity,
+        draft=needs.draft,
+        draft_weights=needs.draft_weights,
+    )
