@@ -1,12 +1,11 @@
 """A node's core, its driver and a clock, all scripted: what the host tests stand on."""
 
 import asyncio
-import selectors
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 from engine.layout import PoolSpec, build_layout
 from kv_transfer.ids import Incarnation
@@ -35,37 +34,6 @@ LAYOUT = build_layout(
     page_size=4, dtype="float32", pools=[PoolSpec(pool="target", num_layers=1, num_kv_heads=1, head_dim=16)]
 )
 IDENTITY = SemanticIdentity(model="m", revision="", weights="w", dtype="float32", tokenizer="t")
-
-
-class _JumpingSelector(selectors.SelectSelector):
-    """Instead of waiting, time jumps to the next timer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        ready = super().select(0)
-        if not ready:
-            assert timeout is not None, "deadlock: everything waits and no timer is set"
-            self.now += max(timeout, 0.0)
-        return ready
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """An asyncio loop whose time starts at 0 and passes only while nothing can run."""
-
-    def __init__(self) -> None:
-        self._jumping = _JumpingSelector()
-        super().__init__(self._jumping)
-
-    def time(self) -> float:
-        return self._jumping.now
-
-
-def run_virtual(main: Coroutine[Any, Any, ResultT]) -> ResultT:
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(main)
 
 
 @dataclass(kw_only=True)

@@ -4,7 +4,6 @@ A FakeNode records what it was sent and says only what a test tells it to, over 
 """
 
 import asyncio
-import selectors
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import aclosing, asynccontextmanager
@@ -21,6 +20,7 @@ from router.links import NodeLinks
 from router.pairs import PairBook, PairConfig
 from router.requests import Delta, GenerateRequest, Outcome
 from router.stats import RouterStats
+from tests.simulation.virtual_loop import run_virtual
 from wire.channel import Channel, ChannelClosed
 from wire.records import Load, NodeRecord
 from wire.work import (
@@ -40,38 +40,12 @@ from wire.work import (
 ROUTER = Incarnation("router-1")
 
 
-class _SkippingSelector(selectors.SelectSelector):
-    """Instead of waiting, moves the clock to when the wait would end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        if timeout is None:
-            raise AssertionError("every task waits for something that no timer will bring")
-        self.now += max(0.0, timeout)
-        return super().select(0)
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time passes only when nothing is left to do."""
-
-    def __init__(self) -> None:
-        self._skipping = _SkippingSelector()
-        super().__init__(self._skipping)
-
-    def time(self) -> float:
-        return self._skipping.now
-
-
 def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Runs an async test on a VirtualLoop."""
+    """Runs an async test in virtual time."""
 
     @wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:
-        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-            runner.run(test(*args, **kwargs))
+        run_virtual(test(*args, **kwargs))
 
     return run
 

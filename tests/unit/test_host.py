@@ -4,7 +4,8 @@ import pytest
 
 from kv_transfer.ids import Incarnation, TransferId
 from kv_transfer.messages import CancelTransfer, Drained, Heartbeat, Hello, Refused, Reserve
-from tests.fakes_host import Cluster, FakeNode, open_link, run_virtual
+from tests.fakes_host import Cluster, FakeNode, open_link
+from tests.simulation.virtual_loop import run_virtual
 from wire.channel import Channel, ChannelClosed
 from wire.host import HostConfig
 from wire.host_events import (
