@@ -1,0 +1,29 @@
+"""`paceline bench`: the measuring commands.
+
+Owns flags and their help. Must never import what measures at its top: `--help` answers at once.
+"""
+
+import asyncio
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from bench.config import ClusterBench
+
+app = App(name="bench", help="Measure a cluster, or any OpenAI server.")
+
+
+@app.command
+def cluster(settings: Annotated[ClusterBench, Parameter(name="*")] = ClusterBench()) -> None:  # noqa: B008  frozen
+    """Measure engine, KV transfer and router in one run on this machine, and other servers alongside.
+
+    Start it on a quiet machine. Numbers are medians over interleaved rounds; both sides of every ratio ran
+    next to each other.
+    """
+    from bench.cluster import run
+
+    asyncio.run(run(settings))
+
+
+if __name__ == "__main__":
+    app()

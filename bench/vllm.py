@@ -1,0 +1,93 @@
+"""vLLM for CPU on this machine: alone on all cores, and as a prefill/decode pair over NIXL, a core each.
+
+Owns its command lines. Must never know what is measured. The environment is one that
+`peer_vllm_cpu.sh` made; its servers are children like our own and end with us.
+"""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.contenders import Server, server
+from bench.servers import free_port, module, running, until_ok
+from deploy.local import Report
+from deploy.processes import Child, Command, cores
+
+READY_TIMEOUT_S = 400.0
+MAX_MODEL_LEN = 2048
+KV_CONFIG = json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmSetup:
+    """`python` of the environment with vLLM; the model as a Hugging Face folder."""
+
+    python: Path
+    model: Path
+    dtype: str
+    folder: Path
+
+
+@asynccontextmanager
+async def alone(setup: VllmSetup, report: Report) -> AsyncIterator[Server]:
+    """One server on all cores."""
+    port = free_port()
+    command = _command(setup, "vllm", port, options=[], environment={"VLLM_CPU_KVCACHE_SPACE": "2"})
+    async with running(command, setup.folder) as child:
+        report("waiting for vLLM alone; it compiles for a minute or two")
+        await _ready(port, child)
+        yield await server("vllm", f"http://127.0.0.1:{port}")
+
+
+@asynccontextmanager
+async def pair(setup: VllmSetup, report: Report) -> AsyncIterator[tuple[Server, Server]]:
+    """The pair behind its front, and its decode server used alone: the pair's own colocated reference."""
+    async with AsyncExitStack() as stack:
+        ports: list[int] = []
+        children: list[Child] = []
+        for index, name in enumerate(("vllm-prefill", "vllm-decode")):
+            ports.append(free_port())
+            command = _command(
+                setup,
+                name,
+                ports[-1],
+                options=["--enforce-eager", "--kv-transfer-config", KV_CONFIG],
+                environment={
+                    "VLLM_CPU_KVCACHE_SPACE": "1",
+                    "VLLM_CPU_OMP_THREADS_BIND": f"{index % cores()}",
+                    "VLLM_NIXL_SIDE_CHANNEL_PORT": f"{free_port()}",
+                    "UCX_TLS": "tcp,self,sm",
+                },
+            )
+            children.append(await stack.enter_async_context(running(command, setup.folder)))
+        report("waiting for the vLLM pair")
+        for port, child in zip(ports, children, strict=True):
+            await _ready(port, child)
+        front = free_port()
+        urls = [f"http://127.0.0.1:{port}" for port in ports]
+        arguments = ["--prefill", urls[0], "--decode", urls[1], "--port", f"{front}"]
+        proxy = module("bench.vllm_pair", *arguments, called="vllm-front")
+        child = await stack.enter_async_context(running(proxy, setup.folder))
+        await until_ok(f"http://127.0.0.1:{front}/v1/models", (child,), timeout_s=READY_TIMEOUT_S)
+        yield (
+            await server("vllm_pair", f"http://127.0.0.1:{front}"),
+            await server("vllm_pair_colocated", urls[1]),
+        )
+
+
+async def _ready(port: int, child: Child) -> None:
+    await until_ok(f"http://127.0.0.1:{port}/health", (child,), timeout_s=READY_TIMEOUT_S)
+
+
+def _command(
+    setup: VllmSetup, name: str, port: int, *, options: list[str], environment: dict[str, str]
+) -> Command:
+    # -P: our working folder holds packages of its own, which are not vLLM's business.
+    arguments = [f"{setup.python}", "-P", "-m", "vllm.entrypoints.openai.api_server"]
+    arguments += ["--model", f"{setup.model}", "--dtype", setup.dtype]
+    arguments += ["--max-model-len", f"{MAX_MODEL_LEN}", "--host", "127.0.0.1", "--port", f"{port}"]
+    return Command(
+        name=name, arguments=[*arguments, *options], environment={"HF_HUB_OFFLINE": "1", **environment}
+    )
