@@ -1,9 +1,13 @@
-"""Fixtures every folder of tests may use, and the one rule about warnings from others' code."""
+"""Fixtures every folder of tests may use, and how property tests run."""
 
 import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("paceline", deadline=None, print_blob=True)  # a busy machine is no failure
+settings.load_profile("paceline")
 
 ROOT = Path(__file__).resolve().parent.parent
 
