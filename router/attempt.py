@@ -139,12 +139,16 @@ class Attempt:
         }
 
     async def receive(self) -> list[Delta]:
-        """Wait for news; what may be delivered now, in order. Raises ConsumerTooSlow."""
+        """Wait for news; what may be delivered now, in order. Raises ConsumerTooSlow, DeadlineExceeded."""
         deltas: list[Delta] = []
         for arrival in await self._mailbox.take():
             if self.end is None:
                 deltas += self._take(arrival)
         return deltas
+
+    def expire(self) -> None:
+        """The request's time is up: `receive` raises DeadlineExceeded once nothing waits any more."""
+        self._mailbox.expire()
 
     def close(self) -> None:
         """Stop listening. A request that is not complete is cancelled on both nodes. Idempotent."""

@@ -6,7 +6,7 @@ way to recover: dispatch attempt k+1 with prompt + tokens delivered so far, what
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
 from router.attempt import Attempt, Broken, Done, Route
@@ -104,12 +104,15 @@ class Dispatcher:
         try:
             while run.outcome is None:
                 attempt = await self._open(run)
+                # One timer an attempt: a timeout around every wait would cost more than the wait.
+                deadline = asyncio.get_running_loop().call_at(run.deadline, attempt.expire)
                 try:
                     while attempt.end is None:
-                        for delta in await self._receive(run, attempt):
+                        for delta in await attempt.receive():
                             run.deliver(delta)
                             yield delta
                 finally:
+                    deadline.cancel()
                     attempt.close()
                     run.close_attempt(attempt)
                 self._conclude(run, attempt)
@@ -164,13 +167,6 @@ class Dispatcher:
             deadline_s=run.deadline - asyncio.get_running_loop().time(),
             capacity=self._config.mailbox_events,
         )
-
-    async def _receive(self, run: Run, attempt: Attempt) -> Sequence[Delta]:
-        try:
-            async with asyncio.timeout_at(run.deadline):
-                return await attempt.receive()
-        except TimeoutError:
-            raise DeadlineExceeded("the request's deadline passed") from None
 
     async def _route(self, run: Run) -> tuple[Route, str]:
         """Choose nodes for the next attempt. One that broke is chosen again only for want of another."""

@@ -6,7 +6,7 @@ Both legs of an attempt deliver into one mailbox. Must never know links or what 
 import asyncio
 from dataclasses import dataclass
 
-from router.errors import ConsumerTooSlow
+from router.errors import ConsumerTooSlow, DeadlineExceeded
 from wire.work import Event
 
 
@@ -33,6 +33,7 @@ class Mailbox:
         self._waiting: list[Arrival] = []
         self._has_news = asyncio.Event()
         self._is_overflowing = False
+        self._is_expired = False
 
     def put(self, arrival: Arrival) -> None:
         if len(self._waiting) >= self._capacity:
@@ -41,11 +42,19 @@ class Mailbox:
             self._waiting.append(arrival)
         self._has_news.set()
 
+    def expire(self) -> None:
+        """The reader's time is up: it still gets what waits, then DeadlineExceeded."""
+        self._is_expired = True
+        self._has_news.set()
+
     async def take(self) -> list[Arrival]:
-        """All that waits, at least one, in order of arrival. Raises ConsumerTooSlow."""
-        await self._has_news.wait()
+        """All that waits, at least one, in order of arrival. Raises ConsumerTooSlow, DeadlineExceeded."""
+        if not (self._waiting or self._is_expired):
+            await self._has_news.wait()
         self._has_news.clear()
         if self._is_overflowing:
             raise ConsumerTooSlow(f"the stream was not read: {self._capacity} events are waiting")
+        if not self._waiting:
+            raise DeadlineExceeded("the request's deadline passed")
         arrivals, self._waiting = self._waiting, []
         return arrivals
