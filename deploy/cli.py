@@ -20,7 +20,7 @@ from deploy.settings import CONFIG_FLAG, PREFIX, Environment, File
 from prefill_node.config import PrefillConfig
 from router.config import RouterConfig
 
-TABLES = frozenset({"prefill", "decode", "router", "up", "chat"})
+TABLES = frozenset({"prefill", "decode", "router", "up", "chat", "bench"})
 Flat = Parameter(name="*")
 ConfigFile = Annotated[Path | None, Parameter(name=CONFIG_FLAG)]
 
