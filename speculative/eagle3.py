@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 
 from engine.batch import Span
-from engine.layout import PoolSpec
 from engine.models.config import ModelConfig
 from engine.models.model import Model
 from engine.pool import PagePool
@@ -29,7 +28,7 @@ from speculative.drafts.config import (
 )
 from speculative.drafts.folder import TensorReader, open_draft
 from speculative.drafts.head import DraftHead, Ids, check_membership, target_ids_of
-from speculative.drafts.layer import POOL, DraftLayer, DraftRows, logit_rows, read_layer, rms_norm
+from speculative.drafts.layer import DraftRows, kv_spec, logit_rows, packed_ids, read_layer, rms_norm
 from speculative.drafts.recurrent import RecurrentProposer, TreeShape
 from speculative.proposer import DraftNeeds
 
@@ -109,16 +108,8 @@ class Eagle3Draft:
         self.shape = config.shape
         self._folder = open_draft(config.draft, names.eagle)
         self._facts = head_facts(self._folder.config)
-        layers = self._facts.layers
         self.needs = DraftNeeds(
-            draft_kv=(
-                PoolSpec(
-                    pool=POOL,
-                    num_layers=layers.num_layers,
-                    num_kv_heads=layers.num_kv_heads,
-                    head_dim=layers.head_dim,
-                ),
-            ),
+            draft_kv=(kv_spec(self._facts.layers),),
             prefill_identity="eagle3",
             draft=self._folder.name,
             draft_weights=self._folder.fingerprint(self._facts),
@@ -165,8 +156,10 @@ class Eagle3Network:
         self._read_fusion(reader, len(layer_ids) * facts.target_hidden_size)
         self._input_norm_E = reader.take("layers.0.input_layernorm.weight", (width,))
         self._hidden_norm_E = reader.take("layers.0.hidden_norm.weight", (width,))
-        self._first = read_layer(reader, "layers.0.", config, input_size=2 * width)
-        self._others = [_plain_layer(reader, index, config) for index in range(1, config.num_layers)]
+        self._first = read_layer(reader, "layers.0.", config, input_size=2 * width, has_input_norm=False)
+        self._others = [
+            read_layer(reader, f"layers.{index}.", config) for index in range(1, config.num_layers)
+        ]
         self._norm_E = reader.take("norm.weight", (width,))
         self.head = _head(reader, facts, model)
 
@@ -194,24 +187,18 @@ class Eagle3Network:
 
     def forward(self, spans: Sequence[Span], hidden_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         this = self._rows.start(spans)
-        ids_T = self._rows.ids([token_id for span in spans for token_id in span.token_ids])
+        ids_T = self._rows.ids(packed_ids(spans))
         embedded_TE = rms_norm(F.embedding(ids_T, self._embedding_VE), self._input_norm_E, self._eps)
         normed_TE = rms_norm(hidden_TE, self._hidden_norm_E, self._eps)
         residual_TE = normed_TE if self._facts.norm_before_residual else hidden_TE
         x_TX = torch.cat((embedded_TE, normed_TE), dim=1)
         out_TE = residual_TE + self._first.attention(x_TX, this, self._rows.kv(0))
         out_TE.add_(self._first.mlp(out_TE))
-        for index, (input_norm_E, layer) in enumerate(self._others, start=1):
-            out_TE = layer.forward(out_TE, this, self._rows.kv(index), input_norm_E=input_norm_E)
+        for index, layer in enumerate(self._others, start=1):
+            out_TE = layer.forward(out_TE, this, self._rows.kv(index))
         out_RE = out_TE[self._rows.ids(logit_rows(spans))]
         normed_RE = rms_norm(out_RE, self._norm_E, self._eps)
         return normed_RE if self._facts.norm_output else out_RE, self.head.logits(normed_RE)
-
-
-def _plain_layer(reader: TensorReader, index: int, config: ModelConfig) -> tuple[torch.Tensor, DraftLayer]:
-    prefix = f"layers.{index}."
-    norm_E = reader.take(f"{prefix}input_layernorm.weight", (config.hidden_size,))
-    return norm_E, read_layer(reader, prefix, config)
 
 
 def _embedding(reader: TensorReader, facts: HeadFacts, model: Model) -> torch.Tensor:

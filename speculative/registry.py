@@ -9,7 +9,9 @@ from inspect import signature
 from types import MappingProxyType
 from typing import Any
 
+from speculative.eagle import EagleConfig, EagleProposer
 from speculative.eagle3 import Eagle3Config, Eagle3Proposer
+from speculative.mtp import MtpConfig, create_mtp
 from speculative.ngram import NgramConfig, NgramProposer
 from speculative.null import NullConfig, NullProposer
 from speculative.proposer import Proposer
@@ -27,7 +29,9 @@ CATALOGUE: Mapping[str, Algorithm] = MappingProxyType(
     {
         "none": Algorithm(NullConfig, NullProposer),
         "ngram": Algorithm(NgramConfig, NgramProposer),
+        "eagle": Algorithm(EagleConfig, EagleProposer),
         "eagle3": Algorithm(Eagle3Config, Eagle3Proposer),
+        "mtp": Algorithm(MtpConfig, create_mtp),
     }
 )
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from engine.attention import AttentionPlan, TorchAttention
 from engine.batch import Span
+from engine.layout import PoolSpec
 from engine.models.config import ModelConfig
 from engine.models.rope import RotaryEmbedding, rotate_
 from engine.pool import PagePool
@@ -65,6 +66,21 @@ class DraftRows:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
 
+def kv_spec(config: ModelConfig, *, num_layers: int | None = None) -> PoolSpec:
+    """The draft's regions of a page: one per layer of the draft."""
+    return PoolSpec(
+        pool=POOL,
+        num_layers=num_layers or config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+    )
+
+
+def packed_ids(spans: Sequence[Span]) -> list[int]:
+    """The tokens of all spans, as packed rows."""
+    return [token_id for span in spans for token_id in span.token_ids]
+
+
 def logit_rows(spans: Sequence[Span]) -> list[int]:
     """The wanted rows of all spans, as packed rows."""
     rows: list[int] = []
@@ -81,7 +97,7 @@ def rms_norm(x_TE: torch.Tensor, gain_E: torch.Tensor, eps: float) -> torch.Tens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftLayer:
-    """Attention and MLP of one decoder layer; the norm before the attention is its caller's."""
+    """One decoder layer. `input_norm_E` None: what the attention reads is its caller's affair."""
 
     config: ModelConfig
     qkv_FX: torch.Tensor
@@ -92,6 +108,7 @@ class DraftLayer:
     post_norm_E: torch.Tensor
     gate_up_GE: torch.Tensor
     down_EM: torch.Tensor
+    input_norm_E: torch.Tensor | None = None
 
     def attention(self, x_TX: torch.Tensor, this: DraftPass, kv_P2SHD: torch.Tensor) -> torch.Tensor:
         """Write the rows' K and V, attend: `[T, E]`, new memory."""
@@ -116,18 +133,12 @@ class DraftLayer:
         gate_TM, up_TM = F.linear(x_TE, self.gate_up_GE).chunk(2, dim=1)
         return F.linear(F.silu(gate_TM).mul_(up_TM), self.down_EM)
 
-    def forward(
-        self,
-        hidden_TE: torch.Tensor,
-        this: DraftPass,
-        kv_P2SHD: torch.Tensor,
-        *,
-        input_norm_E: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """An ordinary decoder layer; `input_norm_E` None: the attention reads `hidden_TE` as it is."""
+    def forward(self, hidden_TE: torch.Tensor, this: DraftPass, kv_P2SHD: torch.Tensor) -> torch.Tensor:
+        """An ordinary decoder layer, new memory; without an input norm the attention reads the rows as
+        they are."""
         x_TE = hidden_TE
-        if input_norm_E is not None:
-            x_TE = rms_norm(hidden_TE, input_norm_E, self.config.rms_norm_eps)
+        if self.input_norm_E is not None:
+            x_TE = rms_norm(hidden_TE, self.input_norm_E, self.config.rms_norm_eps)
         hidden_TE = hidden_TE + self.attention(x_TE, this, kv_P2SHD)
         return hidden_TE.add_(self.mlp(hidden_TE))
 
@@ -138,9 +149,11 @@ def read_layer(
     config: ModelConfig,
     *,
     input_size: int | None = None,
+    has_input_norm: bool = True,
     norm_offset: float = 0.0,
 ) -> DraftLayer:
     """The layer below `prefix` ("layers.0."). `norm_offset`: what is added to every stored norm gain.
+    `input_size`: width of the attention's input where it is not the layer's own.
 
     Biases are taken where the checkpoint has them, and must be there where the config says so.
     """
@@ -167,6 +180,9 @@ def read_layer(
             [reader.take(f"{mlp}{name}.weight", (inner, hidden)) for name in ("gate_proj", "up_proj")]
         ),
         down_EM=reader.take(f"{mlp}down_proj.weight", (hidden, inner)),
+        input_norm_E=reader.take(f"{prefix}input_layernorm.weight", (hidden,)) + norm_offset
+        if has_input_norm
+        else None,
     )
 
 
