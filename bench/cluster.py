@@ -24,8 +24,11 @@ from deploy.processes import cores
 from deploy.up import say, stop_on_signal
 from router.text.tokenizer import Tokenizer
 
-CLUSTERS = (("colocated", 0, "auto"), ("pair_nixl", 1, "nixl"), ("pair_grpc", 1, "grpc"))
-"""Name, number of prefill nodes, transport."""
+CLUSTERS: dict[str, dict[str, Any]] = {
+    "colocated": {"prefill": 0},
+    "pair_nixl": {"prefill": 1, "transport": "nixl"},
+    "pair_grpc": {"prefill": 1, "transport": "grpc"},
+}
 
 TRANSFER_PAGES = (64, 256)
 
@@ -88,16 +91,15 @@ async def _ours(config: ClusterBench, algorithm: str) -> AsyncIterator[list[Cont
     """Our clusters, all up at once; the idle ones wait without using the cores."""
     async with AsyncExitStack() as stack:
         contenders: list[Contender] = []
-        for name, num_prefill, transport in CLUSTERS:
+        for name in config.cluster_names:
             settings = UpConfig(
                 model=config.model,
-                prefill=num_prefill,
                 port=0,
                 grpc_port=0,
                 dtype=config.dtype,
-                transport=transport,  # type: ignore[arg-type]  # from the table above
                 algorithm=algorithm,
                 threads=config.threads or cores(),
+                **CLUSTERS[name],
             )
             say(f"starting {name}")
             running = await stack.enter_async_context(local_cluster(settings, report=_quiet))

@@ -6,6 +6,7 @@ from typing import Literal
 from deploy.config import BUNDLED_MODEL
 
 PARTS = ("engine", "transfer", "router")
+CLUSTERS = ("colocated", "pair_nixl", "pair_grpc")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,9 @@ class ClusterBench:
     parts: str = "engine,transfer,router"
     """Which parts to measure: engine, transfer, router."""
 
+    clusters: str = "colocated,pair_nixl,pair_grpc"
+    """Which of our clusters to measure, separated by commas; all of them run at the same time."""
+
     router_requests: int = 1500
     """Requests of each load on the router."""
 
@@ -73,8 +77,11 @@ class ClusterBench:
             raise ValueError(f"max_tokens must be at least 2, got {self.max_tokens!r}")
         if 1 not in self.streams or min(self.streams) < 1:
             raise ValueError(f"concurrency must hold 1 and positive numbers, got {self.concurrency!r}")
-        if unknown := set(_words(self.parts)) - set(PARTS):
-            raise ValueError(f"parts must be among {', '.join(PARTS)}, got {', '.join(sorted(unknown))!r}")
+        for field, text, known in (("parts", self.parts, PARTS), ("clusters", self.clusters, CLUSTERS)):
+            if unknown := set(_words(text)) - set(known):
+                raise ValueError(
+                    f"{field} must be among {', '.join(known)}, got {', '.join(sorted(unknown))!r}"
+                )
         if not _words(self.algorithms):
             raise ValueError(f"algorithms must name at least one, got {self.algorithms!r}")
 
@@ -88,6 +95,10 @@ class ClusterBench:
     @property
     def algorithm_names(self) -> tuple[str, ...]:
         return _words(self.algorithms)
+
+    @property
+    def cluster_names(self) -> tuple[str, ...]:
+        return _words(self.clusters)
 
     def has(self, part: str) -> bool:
         return part in _words(self.parts)

@@ -41,7 +41,7 @@ def sections(phases: Mapping[str, Any]) -> dict[str, Any]:
     first = next(iter(phases.values()))
     return {
         "tokens_per_s": tokens_per_s(first),
-        "ttft_pair_over_colocated": first["ratios"]["ttft_pair_over_colocated"],
+        "ttft_pair_over_colocated": first["ratios"].get("ttft_pair_over_colocated"),
         "ratios": first["ratios"],
         "by_algorithm": {name: {"tokens_per_s": tokens_per_s(one), **one} for name, one in phases.items()},
     }

@@ -177,6 +177,7 @@ def test_the_pair_front_refuses_urls_without_a_port() -> None:
         ("concurrency", "2,8"),
         ("concurrency", "one"),
         ("parts", "engine,router,gpu"),
+        ("clusters", "pair_rdma"),
         ("rounds", 0),
         ("max_tokens", 1),
         ("algorithms", " "),

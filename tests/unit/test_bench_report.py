@@ -1,4 +1,5 @@
 import json
+from collections.abc import Sequence
 
 import pytest
 
@@ -66,7 +67,7 @@ class Recorder:
         self.name = name
         self._asked = asked
 
-    async def answer(self, prompts: list[str], *, max_tokens: int) -> Wave:
+    async def answer(self, prompts: Sequence[str], *, max_tokens: int) -> Wave:
         self._asked.append((self.name, tuple(prompts), max_tokens))
         return a_wave(1.0, streams=len(prompts))
 
