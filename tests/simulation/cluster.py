@@ -21,7 +21,7 @@ from prefill_node.loop import PrefillLoop
 from router.dispatch import DispatchConfig, Dispatcher
 from router.links import LinkConfig, NodeLinks
 from router.pairs import PairBook, PairConfig
-from router.requests import GenerateRequest, Outcome, SamplingParams
+from router.requests import GenerateRequest, Outcome
 from router.stats import RouterStats
 from tests.engines import VOCAB_SIZE
 from tests.node_pair import IDENTITY, make_decode, make_prefill
@@ -292,13 +292,3 @@ async def running_cluster(config: SimConfig) -> AsyncIterator[SimCluster]:
             task.cancel()
         for address in list(cluster.nodes):
             await cluster.kill(address)
-
-
-def request_of(
-    prompt: list[int], *, seed: int = 0, temperature: float = 0.0, max_tokens: int = 12, label: str = ""
-) -> GenerateRequest:
-    return GenerateRequest(
-        prompt_ids=tuple(prompt),
-        sampling=SamplingParams(seed=seed, max_tokens=max_tokens, temperature=temperature),
-        label=label,
-    )

@@ -7,15 +7,16 @@ from functools import cache
 
 import pytest
 
+from engine.request import Request
 from kv_transfer.transport import WriteHandle
 from kv_transfer.transports.memory import Fault
 from router.dispatch import DispatchConfig
 from router.errors import NoReadyPair
 from router.pairs import PairConfig
-from router.requests import SamplingParams
+from router.requests import GenerateRequest, SamplingParams
 from tests.conformance.test_loop import LENGTHS, prompt_of, reference
-from tests.engines import make_engine, make_request, run, tokens_of
-from tests.simulation.cluster import SimCluster, SimConfig, Stream, request_of, running_cluster
+from tests.engines import make_engine, run, tokens_of
+from tests.simulation.cluster import SimCluster, SimConfig, Stream, running_cluster
 from tests.simulation.virtual_loop import run_virtual
 
 SMALL_CHUNKS = {"P": {"chunk_tokens": 16}}
@@ -35,10 +36,16 @@ def simulate(config: SimConfig, scenario: Callable[[SimCluster], Awaitable[None]
 
 
 def stream(length: int, *, variant: int = 0, is_sampled: bool = False, max_tokens: int = 12) -> Stream:
-    prompt = prompt_of(length, seed=variant)
-    if is_sampled:
-        return Stream(request=request_of(prompt, seed=variant, temperature=0.9, max_tokens=max_tokens))
-    return Stream(request=request_of(prompt, max_tokens=max_tokens))
+    """Few ids to draw from, since a coin may fall between two of them: then the last bit of a logit, which
+    depends on what else is in the batch, decides."""
+    sampling = (
+        SamplingParams(seed=variant, max_tokens=max_tokens, temperature=0.9, top_k=4)
+        if is_sampled
+        else SamplingParams(seed=0, max_tokens=max_tokens, temperature=0.0)
+    )
+    return Stream(
+        request=GenerateRequest(prompt_ids=tuple(prompt_of(length, seed=variant)), sampling=sampling)
+    )
 
 
 def mixed(lengths: Iterable[int], *, max_tokens: int = 12) -> list[Stream]:
@@ -52,8 +59,8 @@ def mixed(lengths: Iterable[int], *, max_tokens: int = 12) -> list[Stream]:
 @cache
 def truth(prompt: tuple[int, ...], sampling: SamplingParams) -> tuple[int, ...]:
     """What one engine that does it all alone writes."""
-    options = {"seed": sampling.seed, "temperature": sampling.temperature, "max_tokens": sampling.max_tokens}
-    return tuple(tokens_of(run(make_engine(), [make_request("r", list(prompt), **options)])["r"]))
+    request = Request(key="r", prompt_ids=prompt, num_prompt_tokens=len(prompt), sampling=sampling)
+    return tuple(tokens_of(run(make_engine(), [request])["r"]))
 
 
 def assert_whole(streams: Iterable[Stream]) -> None:
@@ -221,7 +228,7 @@ def test_a_consumer_that_leaves_in_any_phase_takes_nothing_with_it(seed: int) ->
 
 
 @pytest.mark.parametrize("algorithm", ["none", "ngram"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_streams_of_a_decode_node_that_dies_go_on_exactly_at_another(algorithm: str, seed: int) -> None:
     async def scenario(cluster: SimCluster) -> None:
         streams = mixed((5, 40, 17, 64, 33, 90, 1, 128), max_tokens=40)
@@ -245,7 +252,7 @@ def test_streams_of_a_decode_node_that_dies_go_on_exactly_at_another(algorithm: 
     simulate(config, scenario, num_pairs=2)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_prompts_of_a_prefill_node_that_dies_are_computed_by_another(seed: int) -> None:
     async def scenario(cluster: SimCluster) -> None:
         streams = mixed((300, 128, 200, 129, 65, 250), max_tokens=20)
@@ -292,7 +299,7 @@ def test_streams_wait_for_the_only_node_to_come_back(address: str, seed: int) ->
 @pytest.mark.parametrize("cut", ["control", "data", "both"])
 def test_no_late_write_lands_in_a_page_that_has_moved_on(cut: str) -> None:
     num_discarded = 0
-    for seed in range(6):
+    for seed in range(4):
         rng = random.Random(seed)
 
         def faults(handle: WriteHandle, rng: random.Random = rng) -> Fault:
@@ -392,7 +399,7 @@ def test_requests_that_run_out_of_pages_go_on_where_there_are_some(algorithm: st
 # everything at once
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_any_mix_of_incidents_leaves_every_text_right(seed: int) -> None:
     rng = random.Random(seed)
 
