@@ -16,9 +16,7 @@ class EngineLimits:
     def check(self, prompt_ids: Sequence[int], num_prompt_tokens: int, sampling: SamplingParams) -> None:
         """Raise ValueError naming the field and the value of the first thing that cannot work."""
         if not 1 <= num_prompt_tokens <= len(prompt_ids):
-            raise ValueError(
-                f"num_prompt_tokens must be in [1, {len(prompt_ids)}], got {num_prompt_tokens}"
-            )
+            raise ValueError(f"num_prompt_tokens must be in [1, {len(prompt_ids)}], got {num_prompt_tokens}")
         if (worst := max(prompt_ids)) >= self.vocab_size or (worst := min(prompt_ids)) < 0:
             raise ValueError(f"prompt_ids must be in [0, {self.vocab_size}), got {worst}")
         for name, ids in (

@@ -9,7 +9,7 @@ from engine.layout import KvLayout
 class EngineFacts:
     """`address` and `buffer` are the KV pool's memory, which lives as long as the engine.
 
-    prefill_identity, draft, draft_weights: what of the drafting must be equal on a prefill node; empty: nothing.
+    prefill_identity, draft, draft_weights: what of the drafting a prefill node must have too; empty: nothing.
     """
 
     layout: KvLayout

@@ -36,8 +36,12 @@ class SamplingParams:
         _require("top_k", self.top_k, self.top_k >= 0, "0 (off) or positive")
         _require("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "in [0, 1]")
         _require("presence_penalty", self.presence_penalty, abs(self.presence_penalty) <= 2.0, "in [-2, 2]")
-        _require("frequency_penalty", self.frequency_penalty, abs(self.frequency_penalty) <= 2.0, "in [-2, 2]")
-        _require("repetition_penalty", self.repetition_penalty, 0.0 < self.repetition_penalty <= 2.0, "in (0, 2]")
+        _require(
+            "frequency_penalty", self.frequency_penalty, abs(self.frequency_penalty) <= 2.0, "in [-2, 2]"
+        )
+        _require(
+            "repetition_penalty", self.repetition_penalty, 0.0 < self.repetition_penalty <= 2.0, "in (0, 2]"
+        )
         _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
         _require(
             "min_tokens", self.min_tokens, 0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens"

@@ -1,6 +1,7 @@
 """A prefill and a decode core joined by hand: real engines, the memory transport, no host, our own clock."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from decode_node.loop import DecodeLoop
 from engine.admission import EngineLimits
@@ -131,8 +132,8 @@ class NodePair:
         faults: Callable[[WriteHandle], Fault] | None = None,
         algorithm: str = "none",
         decode_identity: SemanticIdentity = IDENTITY,
-        prefill_options: dict[str, int] | None = None,
-        decode_options: dict[str, int] | None = None,
+        prefill_options: Mapping[str, Any] | None = None,
+        decode_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.now = 0.0
         clock = lambda: self.now  # noqa: E731 - the fabric's clock is ours

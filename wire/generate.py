@@ -4,11 +4,10 @@ Owns the protoc call. Must never be imported at run time: it needs grpc_tools an
 """
 
 import argparse
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
-
-from grpc_tools import protoc  # type: ignore[import-untyped]  # ships no types
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "wire/gen"
@@ -19,9 +18,11 @@ def generate(out: Path) -> None:
     """Write the stub package below `out`, as `wire/gen`. Raises RuntimeError when protoc fails."""
     plugins = Path(sys.executable).parent
     names = sorted(path.name for path in (ROOT / "proto").glob("*.proto"))
-    status = protoc.main(
+    protoc = subprocess.run(
         [
-            "protoc",
+            sys.executable,
+            "-m",
+            "grpc_tools.protoc",  # a process of its own: loaded beside NIXL its library corrupts the heap
             f"--plugin=protoc-gen-mypy={plugins / 'protoc-gen-mypy'}",
             f"--plugin=protoc-gen-mypy_grpc={plugins / 'protoc-gen-mypy_grpc'}",
             f"-I{PACKAGE}={ROOT / 'proto'}",
@@ -30,10 +31,11 @@ def generate(out: Path) -> None:
             f"--mypy_out=quiet:{out}",
             f"--mypy_grpc_out=quiet,async_only:{out}",
             *(f"{PACKAGE}/{name}" for name in names),
-        ]
+        ],
+        check=False,
     )
-    if status != 0:
-        raise RuntimeError(f"protoc failed with status {status}")
+    if protoc.returncode != 0:
+        raise RuntimeError(f"protoc failed with status {protoc.returncode}")
     (out / PACKAGE / "__init__.py").write_text(INIT)
 
 

@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from engine.request import Request
 from speculative.proposer import Proposer
@@ -26,8 +27,6 @@ def prompt_of(length: int, *, seed: int = 0) -> list[int]:
 @cache
 def reference(prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
     """Greedy continuation by transformers."""
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(tiny_folder(), dtype=torch.float32)
     with torch.inference_mode():
         ids = model.generate(

@@ -4,6 +4,7 @@ Written from the rules (ARCHITECTURE.md section 4; Leviathan et al. 2023; Sun et
 that they test. p is the target's distribution, q the draft's.
 """
 
+import itertools
 import json
 import math
 import random
@@ -29,7 +30,9 @@ def murmur3(words: list[int]) -> int:
     return value ^ value >> 16
 
 
-def adjusted(logits: list[float], params: SamplingParams, prompt: list[int], outputs: list[int]) -> list[float]:
+def adjusted(
+    logits: list[float], params: SamplingParams, prompt: list[int], outputs: list[int]
+) -> list[float]:
     scores = list(logits)
     for token_id in {*prompt, *outputs}:
         factor = params.repetition_penalty
@@ -84,7 +87,7 @@ def describe(parents: list[int], committed: int) -> dict[str, Any]:
     children = [[c for c in range(num_nodes) if parents[c] == node] for node in range(num_nodes)]
     next_sibling = [-1] * num_nodes
     for siblings in children:
-        for left, right in zip(siblings, siblings[1:], strict=False):
+        for left, right in itertools.pairwise(siblings):
             next_sibling[left] = right
     return {
         "parent": parents,
@@ -131,7 +134,9 @@ def target_only(
         emitted.append(tokens[node])
 
 
-def chain(drafts: list[int], p: list[list[float]], q: list[list[float]], coins: list[float], final: float) -> list[int]:
+def chain(
+    drafts: list[int], p: list[list[float]], q: list[list[float]], coins: list[float], final: float
+) -> list[int]:
     for step, draft in enumerate(drafts):
         if not coins[step] * q[step][draft] < p[step][draft]:
             left = [max(a - b, 0.0) for a, b in zip(p[step], q[step], strict=True)]
@@ -139,7 +144,9 @@ def chain(drafts: list[int], p: list[list[float]], q: list[list[float]], coins: 
     return [*drafts, inverse_cdf(p[len(drafts)], final)]
 
 
-def block(drafts: list[int], p: list[list[float]], q: list[list[float]], coins: list[float], final: float) -> list[int]:
+def block(
+    drafts: list[int], p: list[list[float]], q: list[list[float]], coins: list[float], final: float
+) -> list[int]:
     ratios = [1.0]
     for step, draft in enumerate(drafts):
         ratios.append(min(1.0, ratios[-1] * p[step][draft] / q[step][draft]))

@@ -21,13 +21,11 @@ ALGORITHMS = (
     "dspark",
     "uno",
 )
-MAY_NAME_ALGORITHMS = ("speculative/registry.py", "speculative/train/", "bench/")
+MAY_NAME_ALGORITHMS = ("speculative/registry.py", "speculative/drafts/", "speculative/train/", "bench/")
 
 
 def test_no_module_is_longer_than_500_lines() -> None:
-    lengths = {
-        source_tree.name(path): len(path.read_text().splitlines()) for path in source_tree.modules()
-    }
+    lengths = {source_tree.name(path): len(path.read_text().splitlines()) for path in source_tree.modules()}
     assert {name: length for name, length in lengths.items() if length > MAX_MODULE_LINES} == {}
 
 
@@ -84,7 +82,8 @@ def test_no_algorithm_is_named_outside_its_module_the_registry_and_configuration
 
 
 def _is_own_module(name: str, algorithm: str) -> bool:
-    return name.startswith("speculative/") and algorithm.lower() in name
+    own = {"nextn": "mtp"}.get(algorithm.lower(), algorithm.lower())  # two names of one algorithm
+    return name.startswith("speculative/") and own in name
 
 
 def _length(function: source_tree.Function) -> int:
