@@ -23,6 +23,7 @@ from router.links import LinkConfig, NodeLinks
 from router.pairs import PairBook, PairConfig
 from router.requests import GenerateRequest, Outcome
 from router.stats import RouterStats
+from speculative.registry import create_proposer
 from tests.engines import VOCAB_SIZE
 from tests.node_pair import IDENTITY, make_decode, make_prefill
 from tests.simulation.driver import SimDriver
@@ -127,8 +128,10 @@ class SimNode:
         kind = self.address[0]
         options = {**config.engine.get(kind, {}), **config.engine.get(self.address, {})}
         if kind == "P":
-            return make_prefill(self.incarnation, fabric, identity=IDENTITY, **options)
-        return make_decode(self.incarnation, fabric, algorithm=config.algorithm, identity=IDENTITY, **options)
+            return make_prefill(self.incarnation, fabric, proposer=None, identity=IDENTITY, **options)
+        draft_options = {} if config.algorithm == "none" else {"num_draft_tokens": 6}
+        proposer = create_proposer(config.algorithm, draft_options)
+        return make_decode(self.incarnation, fabric, proposer=proposer, identity=IDENTITY, **options)
 
     def _record(self, role: str) -> NodeRecord:
         layout = self.core.hello().layout
