@@ -10,6 +10,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
@@ -23,9 +24,8 @@ from router.links import LinkConfig, NodeLinks
 from router.pairs import PairBook, PairConfig
 from router.requests import GenerateRequest, Outcome
 from router.stats import RouterStats
-from speculative.registry import create_proposer
 from tests.engines import VOCAB_SIZE
-from tests.node_pair import IDENTITY, make_decode, make_prefill
+from tests.node_pair import make_decode, make_prefill
 from tests.simulation.driver import SimDriver
 from wire.host import HostConfig, NodeHost
 from wire.host_events import NodeCore, NodeStatus
@@ -126,12 +126,10 @@ class SimNode:
     def _build_core(self) -> PrefillLoop | DecodeLoop:
         config, fabric = self._cluster.config, self._cluster.fabric
         kind = self.address[0]
-        options = {**config.engine.get(kind, {}), **config.engine.get(self.address, {})}
+        options: dict[str, Any] = {**config.engine.get(kind, {}), **config.engine.get(self.address, {})}
         if kind == "P":
-            return make_prefill(self.incarnation, fabric, proposer=None, identity=IDENTITY, **options)
-        draft_options = {} if config.algorithm == "none" else {"num_draft_tokens": 6}
-        proposer = create_proposer(config.algorithm, draft_options)
-        return make_decode(self.incarnation, fabric, proposer=proposer, identity=IDENTITY, **options)
+            return make_prefill(self.incarnation, fabric, **options)
+        return make_decode(self.incarnation, fabric, algorithm=config.algorithm, **options)
 
     def _record(self, role: str) -> NodeRecord:
         layout = self.core.hello().layout
