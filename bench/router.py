@@ -39,7 +39,7 @@ class RouterBench:
     concurrency: int = 64
     num_tokens: int = 100
     num_prompt_tokens: int = 32
-    step_s: float = 0.02
+    step_s: float = 0.001
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,16 +1,19 @@
 """vLLM for CPU on this machine: alone on all cores, and as a prefill/decode pair over NIXL, a core each.
 
-Owns its command lines. Must never know what is measured. The environment is one that
-`peer_vllm_cpu.sh` made; its servers are children like our own and end with us.
+Owns its command lines and when its processes run: idle vLLM servers keep the cores busy (a pair over NIXL
+about two thirds of a core each), so they stand still while others are measured. Must never know what is
+measured. The environment is one that `peer_vllm_cpu.sh` made; its servers are children and end with us.
 """
 
 import json
-from collections.abc import AsyncIterator
+import os
+import signal
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.contenders import Server, server
+from bench.contenders import Server, Wave, server
 from bench.servers import free_port, module, running, until_ok
 from deploy.local import Report
 from deploy.processes import Child, Command, cores
@@ -30,19 +33,52 @@ class VllmSetup:
     folder: Path
 
 
+class Paused:
+    """A server whose processes run only while it answers, and again when it is to stop."""
+
+    def __init__(self, inner: Server, children: Sequence[Child]) -> None:
+        self._inner = inner
+        self._children = tuple(children)
+        self._signal(signal.SIGSTOP)
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    async def answer(self, prompts: Sequence[str], *, max_tokens: int) -> Wave:
+        """See `Server.answer`."""
+        self._signal(signal.SIGCONT)
+        try:
+            return await self._inner.answer(prompts, max_tokens=max_tokens)
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for child in self._children:
+            if child.is_running:
+                os.killpg(child.pid, number)
+
+
 @asynccontextmanager
-async def alone(setup: VllmSetup, report: Report) -> AsyncIterator[Server]:
+async def alone(setup: VllmSetup, report: Report) -> AsyncIterator[Paused]:
     """One server on all cores."""
     port = free_port()
     command = _command(setup, "vllm", port, options=[], environment={"VLLM_CPU_KVCACHE_SPACE": "2"})
     async with running(command, setup.folder) as child:
         report("waiting for vLLM alone; it compiles for a minute or two")
         await _ready(port, child)
-        yield await server("vllm", f"http://127.0.0.1:{port}")
+        paused = Paused(await server("vllm", f"http://127.0.0.1:{port}"), [child])
+        try:
+            yield paused
+        finally:
+            paused.go_on()
 
 
 @asynccontextmanager
-async def pair(setup: VllmSetup, report: Report) -> AsyncIterator[tuple[Server, Server]]:
+async def pair(setup: VllmSetup, report: Report) -> AsyncIterator[tuple[Paused, Paused]]:
     """The pair behind its front, and its decode server used alone: the pair's own colocated reference."""
     async with AsyncExitStack() as stack:
         ports: list[int] = []
@@ -71,10 +107,13 @@ async def pair(setup: VllmSetup, report: Report) -> AsyncIterator[tuple[Server, 
         proxy = module("bench.vllm_pair", *arguments, called="vllm-front")
         child = await stack.enter_async_context(running(proxy, setup.folder))
         await until_ok(f"http://127.0.0.1:{front}/v1/models", (child,), timeout_s=READY_TIMEOUT_S)
-        yield (
-            await server("vllm_pair", f"http://127.0.0.1:{front}"),
-            await server("vllm_pair_colocated", urls[1]),
-        )
+        both = await server("vllm_pair", f"http://127.0.0.1:{front}")
+        colocated = await server("vllm_pair_colocated", urls[1])
+        paused = Paused(both, children), Paused(colocated, children[1:])
+        try:
+            yield paused
+        finally:
+            paused[0].go_on()
 
 
 async def _ready(port: int, child: Child) -> None:
