@@ -15,6 +15,8 @@ from kv_transfer.transport import PoolMemory, WriteHandle
 from kv_transfer.transports.memory import Fault, MemoryFabric, MemoryTransport
 from prefill_node.loop import PrefillLoop
 from speculative.loop import EngineLoop
+from speculative.null import NullConfig, NullProposer
+from speculative.proposer import Proposer
 from speculative.registry import create_proposer
 from tests.engines import VOCAB_SIZE, make_engine
 from wire.host_events import (
@@ -76,9 +78,14 @@ def peers_of(
 
 
 def make_prefill(
-    name: str, fabric: MemoryFabric, *, identity: SemanticIdentity = IDENTITY, **engine_options: int
+    name: str,
+    fabric: MemoryFabric,
+    *,
+    proposer: Proposer | None = None,
+    identity: SemanticIdentity = IDENTITY,
+    **engine_options: int,
 ) -> PrefillLoop:
-    engine = make_engine(**engine_options)  # type: ignore[arg-type]
+    engine = make_engine(proposer, **engine_options)  # type: ignore[arg-type]
     return PrefillLoop(
         engine=engine,
         transfers=PrefillTransfers(
@@ -96,11 +103,12 @@ def make_decode(
     fabric: MemoryFabric,
     *,
     algorithm: str = "none",
+    proposer: Proposer | None = None,
     identity: SemanticIdentity = IDENTITY,
     **engine_options: int,
 ) -> DecodeLoop:
-    options = {} if algorithm == "none" else {"num_draft_tokens": 6}
-    engine = make_engine(create_proposer(algorithm, options), **engine_options)  # type: ignore[arg-type]
+    proposer = proposer or create_proposer(algorithm, default_options(algorithm))
+    engine = make_engine(proposer, **engine_options)  # type: ignore[arg-type]
     return DecodeLoop(
         engine=engine,
         transfers=DecodeTransfers(
@@ -111,6 +119,16 @@ def make_decode(
         intake=intake_of(engine),
         page_bytes=engine.pool.layout.page_bytes,
     )
+
+
+def default_options(algorithm: str) -> dict[str, object]:
+    return {} if algorithm == "none" else {"num_draft_tokens": 6}
+
+
+def prefill_proposer(algorithm: str, options: Mapping[str, object]) -> Proposer:
+    """What a prefill node runs: the algorithm where it needs the prompt, else nothing."""
+    proposer = create_proposer(algorithm, options)
+    return proposer if proposer.needs.prefill_identity else NullProposer(NullConfig())
 
 
 def intake_of(engine: EngineLoop) -> Intake:
@@ -131,6 +149,7 @@ class NodePair:
         *,
         faults: Callable[[WriteHandle], Fault] | None = None,
         algorithm: str = "none",
+        draft_options: Mapping[str, object] | None = None,
         decode_identity: SemanticIdentity = IDENTITY,
         prefill_options: Mapping[str, Any] | None = None,
         decode_options: Mapping[str, Any] | None = None,
@@ -138,9 +157,16 @@ class NodePair:
         self.now = 0.0
         clock = lambda: self.now  # noqa: E731 - the fabric's clock is ours
         self.fabric = MemoryFabric(clock=clock, **({} if faults is None else {"faults": faults}))
-        self.prefill = make_prefill("P", self.fabric, **(prefill_options or {}))
+        options = draft_options or default_options(algorithm)
+        self.prefill = make_prefill(
+            "P", self.fabric, proposer=prefill_proposer(algorithm, options), **(prefill_options or {})
+        )
         self.decode = make_decode(
-            "D", self.fabric, algorithm=algorithm, identity=decode_identity, **(decode_options or {})
+            "D",
+            self.fabric,
+            proposer=create_proposer(algorithm, options),
+            identity=decode_identity,
+            **(decode_options or {}),
         )
         self.events: dict[str, list[Event]] = {"P": [], "D": []}
         self.timeline: list[tuple[float, str, str]] = []
@@ -253,6 +279,16 @@ class NodePair:
                         found[event.first_index + offset] = token
         assert sorted(found) == list(range(len(found)))
         return [found[index] for index in sorted(found)]
+
+    def rounds(self, tid: TransferId) -> list[tuple[int, tuple[int, ...], int, int]]:
+        """(first index, ids, drafted, accepted) of every report, P's first token included."""
+        found = [
+            (event.first_index, event.ids, event.drafted, event.accepted)
+            for events in self.events.values()
+            for event in events
+            if isinstance(event, Tokens) and event.tid == tid
+        ]
+        return sorted(found)
 
     def ends(self, tid: TransferId) -> tuple[str, str]:
         """How P and D ended it: the reason or code of the one terminal event each sent ("" for none)."""
