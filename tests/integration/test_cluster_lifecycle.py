@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)
 NODE: Json = {"dtype": "float32", "num_pages": 1200, "chunk_tokens": 16, "checksums": True}
 READY_S = 60.0
 STORM_SEED = 5
-NUM_PROMPT, NUM_OUTPUT = 40, 300
+NUM_PROMPT, NUM_OUTPUT = 40, 200
 GREEDY: Json = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
 SEEDED: Json = {**GREEDY, "temperature": 1.0, "seed": 12345}
 

@@ -44,6 +44,11 @@ def tiny_text_folder() -> Path:
 
 def greedy_reference(prompt: list[int], count: int) -> list[int]:
     """The continuation by transformers."""
+    return list(_reference(tuple(prompt), count))
+
+
+@functools.cache
+def _reference(prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
     model = AutoModelForCausalLM.from_pretrained(tiny_text_folder(), dtype=torch.float32)
     with torch.inference_mode():
         output = model.generate(
@@ -53,5 +58,4 @@ def greedy_reference(prompt: list[int], count: int) -> list[int]:
             do_sample=False,
             eos_token_id=None,
         )
-    ids: list[int] = output[0, len(prompt) :].tolist()
-    return ids
+    return tuple(output[0, len(prompt) :].tolist())
