@@ -11,6 +11,8 @@ from kv_transfer.ids import Incarnation
 from kv_transfer.messages import Hello, Refused
 from kv_transfer.transport import Transport, TransportError, TransportEvent, WriteHandle
 
+_MAX_REMEMBERED = 1024  # refusals; peers that restart for ever must not fill the memory
+
 
 class PeerTable:
     """Invariant: a peer is agreed exactly while its transport connection is open."""
@@ -35,7 +37,7 @@ class PeerTable:
             outcome = self._connect(outcome, theirs)
         if isinstance(outcome, Refused):
             if not outcome.is_transient:
-                self._refused[theirs.incarnation] = outcome
+                self._remember(theirs.incarnation, outcome)
         else:
             self._agreed[theirs.incarnation] = outcome
         return outcome
@@ -73,6 +75,11 @@ class PeerTable:
     def close(self) -> None:
         for transport in self._transports.values():
             transport.close()
+
+    def _remember(self, peer: Incarnation, refused: Refused) -> None:
+        self._refused[peer] = refused
+        while len(self._refused) > _MAX_REMEMBERED:
+            del self._refused[next(iter(self._refused))]
 
     def _connect(self, agreement: Agreement, theirs: Hello) -> Agreement | Refused:
         try:
