@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.contenders import Server, Wave, server
+from bench.contenders import Contender, Wave, server
 from bench.servers import free_port, module, running, until_ok
 from deploy.local import Report
 from deploy.processes import Child, Command, cores
@@ -36,7 +36,7 @@ class VllmSetup:
 class Paused:
     """A server whose processes run only while it answers, and again when it is to stop."""
 
-    def __init__(self, inner: Server, children: Sequence[Child]) -> None:
+    def __init__(self, inner: Contender, children: Sequence[Child]) -> None:
         self._inner = inner
         self._children = tuple(children)
         self._signal(signal.SIGSTOP)
@@ -46,7 +46,7 @@ class Paused:
         return self._inner.name
 
     async def answer(self, prompts: Sequence[str], *, max_tokens: int) -> Wave:
-        """See `Server.answer`."""
+        """See `Contender.answer`."""
         self._signal(signal.SIGCONT)
         try:
             return await self._inner.answer(prompts, max_tokens=max_tokens)

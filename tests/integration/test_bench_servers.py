@@ -2,16 +2,21 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench.contenders import Wave
 from bench.openai import OpenAi
-from bench.servers import free_port
+from bench.servers import free_port, running
+from bench.vllm import Paused
 from bench.vllm_pair import Address, PairFront
 from deploy.errors import GatewayError
+from deploy.processes import Child, Command
 
 Answer = Callable[[dict[str, Any]], bytes]
 HANDED_OVER = {"remote_engine_id": "e", "remote_port": 7}
@@ -117,3 +122,41 @@ async def test_a_prefill_server_that_hands_nothing_over_is_a_bad_gateway() -> No
 def test_urls_that_cannot_be_asked_are_refused(url: str) -> None:
     with pytest.raises(ValueError, match="against must be"):
         OpenAi(url)
+
+
+class Watcher:
+    """A contender that looks at the state of a process while it answers."""
+
+    name = "watcher"
+
+    def __init__(self, child: Child) -> None:
+        self._child = child
+        self.num_answers = 0
+
+    async def answer(self, prompts: Sequence[str], *, max_tokens: int) -> Wave:
+        await until_stopped(self._child, is_stopped=False)
+        self.num_answers += 1
+        return Wave(elapsed_s=1.0, answers=())
+
+
+async def until_stopped(child: Child, *, is_stopped: bool) -> None:
+    async with asyncio.timeout(10):
+        while (state_of(child.pid) == "T") != is_stopped:  # noqa: ASYNC110  another process
+            await asyncio.sleep(0.01)
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+async def test_a_paused_server_runs_only_while_it_answers_and_can_be_stopped(tmp_path: Path) -> None:
+    command = Command(name="sleeper", arguments=["sleep", "1000"], environment={})
+    async with running(command, tmp_path) as child:
+        watcher = Watcher(child)
+        paused = Paused(watcher, [child])
+        await until_stopped(child, is_stopped=True)
+        await paused.answer([], max_tokens=2)
+        await until_stopped(child, is_stopped=True)
+        paused.go_on()
+    assert (watcher.num_answers, child.is_running) == (1, False)
