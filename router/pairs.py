@@ -27,13 +27,17 @@ from wire.work import SamplingParams, TransferId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairConfig:
-    """`with_prefill`: pairs of two nodes; `with_local`: decode nodes that do the prompt themselves."""
+    """`with_prefill`: pairs of two nodes; `with_local`: decode nodes that do the prompt themselves.
+
+    One incident breaks everything that is in flight: faults within `incident_s` count as one.
+    """
 
     with_prefill: bool = True
     with_local: bool = False
     min_prefill: int = 1
     min_decode: int = 1
     breaker_faults: int = 3
+    incident_s: float = 0.5
     canary_prompt_tokens: int = 4
     canary_timeout_s: float = 30.0
     max_canaries: int = 4
@@ -47,6 +51,7 @@ class _Entry:
     state: str = "waiting"
     reason: str = ""
     num_faults: int = 0
+    incident_until: float = float("-inf")
     is_suspect: asyncio.Event = field(default_factory=asyncio.Event)
     prover: asyncio.Task[None] | None = None
 
@@ -112,7 +117,10 @@ class PairBook:
             self._stop(entry)
             self._set(entry, "refused", broken.reason)
         elif broken.is_node_fault:
-            entry.num_faults += 1
+            now = asyncio.get_running_loop().time()
+            if now >= entry.incident_until:
+                entry.num_faults += 1
+                entry.incident_until = now + self._config.incident_s
             if entry.state == "ready" and entry.num_faults >= self._config.breaker_faults:
                 self._set(entry, "probing", f"{entry.num_faults} faults in a row, last: {broken.reason}")
                 entry.is_suspect.set()

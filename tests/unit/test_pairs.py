@@ -174,6 +174,17 @@ async def test_repeated_node_faults_send_a_pair_back_to_its_canary() -> None:
 
 
 @virtual
+async def test_one_incident_that_breaks_many_requests_counts_once() -> None:
+    config = PairConfig(breaker_faults=2)
+    async with cluster(pairs=config, dispatch=DispatchConfig(max_attempts=2)) as made:
+        async with reading(made, a_request()), reading(made, a_request()), reading(made, a_request()):
+            for number in (1, 2, 3):
+                made["d1"].emit(_fault(1, request=f"r{number}"))
+            await settle()
+            assert made.states() == {("p1", "d1"): "ready"}
+
+
+@virtual
 async def test_refused_requests_full_nodes_and_cancels_do_not_count_as_faults() -> None:
     config = PairConfig(breaker_faults=1)
     async with cluster(pairs=config, dispatch=DispatchConfig(max_attempts=2)) as made:
