@@ -9,12 +9,14 @@ from inspect import signature
 from types import MappingProxyType
 from typing import Any
 
+from speculative.dflash import DflashConfig, DflashProposer
 from speculative.eagle import EagleConfig, EagleProposer
 from speculative.eagle3 import Eagle3Config, Eagle3Proposer
 from speculative.mtp import MtpConfig, create_mtp
 from speculative.ngram import NgramConfig, NgramProposer
 from speculative.null import NullConfig, NullProposer
 from speculative.proposer import Proposer
+from speculative.standalone import StandaloneConfig, StandaloneProposer
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,8 @@ CATALOGUE: Mapping[str, Algorithm] = MappingProxyType(
         "eagle": Algorithm(EagleConfig, EagleProposer),
         "eagle3": Algorithm(Eagle3Config, Eagle3Proposer),
         "mtp": Algorithm(MtpConfig, create_mtp),
+        "standalone": Algorithm(StandaloneConfig, StandaloneProposer),
+        "dflash": Algorithm(DflashConfig, DflashProposer),
     }
 )
 

@@ -1,0 +1,188 @@
+"""STANDALONE: a whole small model drafts a chain of its own likeliest tokens.
+
+Owns the draft model's KV in step with the target's: slot p holds token p in both. Must never know the
+target's hidden states.
+
+A round's accepted drafts were fed at the very slots they are committed to, so only the last of a chain that
+stood whole is missing, and it is computed with the next root, or at once where that completes a page: a
+page that others may share is never without the draft's KV.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.batch import ForwardBatch, ForwardOutput, Span
+from engine.loaders import load_model
+from engine.loaders.assemble import TensorSource, check_names
+from engine.loaders.load import open_checkpoint
+from engine.loaders.names import all_pieces
+from engine.models.config import ModelConfig
+from engine.models.model import Model
+from engine.pool import PagePool
+from engine.request import Request
+from speculative.drafts.config import check_same
+from speculative.drafts.layer import POOL, kv_spec
+from speculative.proposer import Advance, DraftNeeds, Proposal, Seed
+
+_TOKENIZER_FILE = "tokenizer.json"
+_FINGERPRINT_SAMPLES = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StandaloneConfig:
+    """draft: model folder or .gguf file. num_steps, num_draft_tokens: length of the chain, the smaller
+    counts. target: the target's folder, whose tokenizer must be the draft's; empty: not compared."""
+
+    draft: str
+    num_steps: int = 4
+    num_draft_tokens: int = 8
+    target: str = ""
+
+    def __post_init__(self) -> None:
+        for name, value in (("num_steps", self.num_steps), ("num_draft_tokens", self.num_draft_tokens)):
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 64:
+                raise ValueError(f"{name} must be a whole number in [1, 64], got {value!r}")
+
+    @property
+    def chain_len(self) -> int:
+        return min(self.num_steps, self.num_draft_tokens)
+
+
+class StandaloneProposer:
+    """Invariant: slots [0, `_filled[request]`) of a running request hold the draft's KV of its tokens, and
+    cover every page the request may share."""
+
+    def __init__(self, config: StandaloneConfig) -> None:
+        self._config = config
+        source = open_checkpoint(Path(config.draft))
+        self._draft_config: ModelConfig = source.config()
+        check_names(source, self._draft_config)
+        check_same_tokens(Path(config.draft), Path(config.target))
+        self.needs = DraftNeeds(
+            max_draft_tokens=config.chain_len,
+            num_scratch_slots=config.chain_len,
+            draft_kv=(kv_spec(self._draft_config),),
+            prefill_identity="standalone",
+            draft=Path(config.draft).name,
+            draft_weights=_fingerprint(source, self._draft_config),
+        )
+        self._filled: dict[Request, int] = {}
+
+    def bind(self, model: Model, pool: PagePool) -> None:
+        check_same("vocab_size", self._draft_config.vocab_size, model.config.vocab_size)
+        dtype = str(model.dtype).removeprefix("torch.")
+        self._draft = load_model(self._config.draft, dtype=dtype, device=model.device, pool_name=POOL).model
+        self._pool = pool
+
+    def admit(self, request: Request, seed: Seed | None) -> None:  # noqa: ARG002 - part of the seam
+        self._filled[request] = request.num_committed
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Proposal]:
+        lengths = {
+            request: min(limit, self._config.chain_len)
+            for request, limit in zip(requests, limits, strict=True)
+            if limit > 0
+        }
+        chains = self._chains(lengths) if lengths else {}
+        return [
+            Proposal(token_ids=tuple(chain), parents=tuple(range(len(chain))))
+            for chain in (chains.get(request, []) for request in requests)
+        ]
+
+    def observe(self, advances: Sequence[Advance], output: ForwardOutput) -> None:  # noqa: ARG002 - part of the seam
+        spans = [span for advance in advances if (span := self._missing(advance)) is not None]
+        if spans:
+            self._draft.forward(ForwardBatch(spans=spans), self._pool)
+
+    def seed(self, request: Request) -> Seed:  # noqa: ARG002 - part of the seam
+        return Seed()
+
+    def forget(self, request: Request) -> None:
+        self._filled.pop(request, None)  # a prefill node forgets requests it never admitted
+
+    def _chains(self, lengths: Mapping[Request, int]) -> dict[Request, list[int]]:
+        """Drafted tokens by request. Each step feeds the last token of the chains that go on."""
+        chains: dict[Request, list[int]] = {request: [] for request in lengths}
+        for step in range(max(lengths.values())):
+            going_on = [request for request, length in lengths.items() if step < length]
+            spans = [self._next(request, chains[request]) for request in going_on]
+            logits_RV = self._draft.forward(ForwardBatch(spans=spans), self._pool).logits_RV
+            for request, token_id in zip(going_on, logits_RV.argmax(dim=1).tolist(), strict=True):
+                chains[request].append(token_id)
+        for request, length in lengths.items():
+            self._filled[request] = request.num_committed + length
+        return chains
+
+    def _next(self, request: Request, chain: Sequence[int]) -> Span:
+        """What the draft has not seen of tokens and chain; its last row draws the next token."""
+        if chain:
+            return _span(request, request.num_committed + len(chain), chain[-1:], is_drawn=True)
+        start = self._filled[request]
+        return _span(request, start, request.tokens[start:], is_drawn=True)
+
+    def _missing(self, advance: Advance) -> Span | None:
+        """Committed tokens to feed now: a prompt chunk's, or those that complete a page of a round's."""
+        request = advance.request
+        end = request.num_committed
+        if advance.is_prompt:
+            start = end - len(advance.accepted_nodes)
+            return _span(request, start, request.prompt_ids[start:end], is_drawn=False)
+        filled = min(self._filled[request], end)
+        page_size = self._pool.layout.page_size
+        if filled >= end // page_size * page_size:
+            self._filled[request] = filled
+            return None
+        self._filled[request] = end
+        return _span(request, filled, request.tokens[filled:end], is_drawn=False)
+
+
+def _span(request: Request, start: int, token_ids: Sequence[int], *, is_drawn: bool) -> Span:
+    count = len(token_ids)
+    return Span(
+        token_ids=token_ids,
+        num_committed=start,
+        pages=request.pages,
+        positions=range(start, start + count),
+        logit_rows=(count - 1,) if is_drawn else (),
+    )
+
+
+def check_same_tokens(draft: Path, target: Path) -> None:
+    """Where both folders have a tokenizer, every id must mean the same. Raises ValueError naming one that
+    does not."""
+    files = [folder / _TOKENIZER_FILE for folder in (draft, target)]
+    if not all(file.is_file() for file in files):
+        return
+    ours, theirs = (_token_ids(json.loads(file.read_text())) for file in files)
+    for token in sorted(set(ours.items()) ^ set(theirs.items())):
+        name = token[0]
+        raise ValueError(
+            f"{_TOKENIZER_FILE} of the draft must be the target's:"
+            f" token {name!r} has id {ours.get(name)}, the target's is {theirs.get(name)}"
+        )
+
+
+def _token_ids(tokenizer: Mapping[str, Any]) -> dict[str, int]:
+    vocab = tokenizer["model"]["vocab"]
+    pairs = vocab.items() if isinstance(vocab, dict) else ((entry[0], i) for i, entry in enumerate(vocab))
+    added = ((token["content"], token["id"]) for token in tokenizer.get("added_tokens") or ())
+    return {**dict(pairs), **dict(added)}
+
+
+def _fingerprint(source: TensorSource, config: ModelConfig) -> str:
+    """Equal for equal values (after rounding to bfloat16), rotation and windows, whatever the file."""
+    digest = hashlib.blake2b(digest_size=16)
+    rope = config.rope
+    digest.update(f"{rope.kind} {rope.theta:.6g} {rope.factor:.6g} {config.windows}".encode())
+    for piece in sorted(all_pieces(config), key=lambda piece: piece.name):
+        flat = source.load(piece.name).flatten()
+        sample = flat[:: max(1, flat.numel() // _FINGERPRINT_SAMPLES)].to(torch.bfloat16).view(torch.int16)
+        digest.update(f"{piece.name} {piece.shape}".encode())
+        digest.update(sample.contiguous().numpy().tobytes())
+    return digest.hexdigest()
