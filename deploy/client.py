@@ -14,15 +14,15 @@ import httpx
 from deploy.errors import GatewayError
 
 DEBUG_HEADER = "x-paceline-debug"
+_PER_CHUNK = frozenset({"accepted", "accepted_chars", "ids"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """New text: `num_tokens` tokens (0 where the server does not tell), the first `accepted` were drafts."""
+    """New text; its first `accepted_chars` are accepted drafts (0 where the server does not tell)."""
 
     text: str
-    num_tokens: int = 0
-    accepted: int = 0
+    accepted_chars: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -109,15 +109,14 @@ def _take(line: str, answer: Answer) -> list[Delta]:
     answer.num_prompt_tokens = usage.get("prompt_tokens", answer.num_prompt_tokens)
     answer.num_output_tokens = usage.get("completion_tokens", answer.num_output_tokens)
     debug = chunk.get("paceline") or {}
-    answer.details.update({key: value for key, value in debug.items() if key not in {"accepted", "ids"}})
+    answer.details.update({key: value for key, value in debug.items() if key not in _PER_CHUNK})
     answer.details.update(chunk.get("metrics") or {})
     deltas = []
     for choice in chunk.get("choices", ()):
         answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
         text = (choice.get("delta") or {}).get("content") or ""
-        num_tokens = int(debug.get("ids", 0))
-        if text or num_tokens:
-            deltas.append(Delta(text=text, num_tokens=num_tokens, accepted=int(debug.get("accepted", 0))))
+        if text:
+            deltas.append(Delta(text=text, accepted_chars=int(debug.get("accepted_chars", 0))))
     return deltas
 
 

@@ -4,7 +4,6 @@ Owns colours and layout. Must never know where the answer came from.
 """
 
 import os
-import re
 import sys
 from typing import TextIO
 
@@ -30,8 +29,8 @@ class Terminal:
         self.line(self._paint(DIM, text))
 
     def delta(self, delta: Delta) -> None:
-        drafted, drawn = split(delta)
-        self._stream.write(self._paint(DRAFTED, drafted) + drawn)
+        at = delta.accepted_chars
+        self._stream.write(self._paint(DRAFTED, delta.text[:at]) + delta.text[at:])
         self._stream.flush()
 
     def summary(self, answer: Answer) -> None:
@@ -44,20 +43,6 @@ class Terminal:
 
     def _paint(self, colour: str, text: str) -> str:
         return f"{colour}{text}{PLAIN}" if text and self._has_colour else text
-
-
-def split(delta: Delta) -> tuple[str, str]:
-    """Text of the accepted drafts, and of the tokens the target drew, cut between words.
-
-    A chunk does not say where its tokens end. Most tokens are a word with the space before it or a
-    mark; where the chunk has as many of those as tokens the split is exact, else it is by proportion.
-    """
-    if not delta.num_tokens or not delta.accepted:
-        return "", delta.text
-    pieces = re.findall(r"\s*\w+|\s*[^\w\s]|\s+", delta.text)
-    drafted = round(len(pieces) * delta.accepted / delta.num_tokens)
-    at = sum(len(piece) for piece in pieces[:drafted])
-    return delta.text[:at], delta.text[at:]
 
 
 def facts(answer: Answer) -> list[tuple[str, str]]:

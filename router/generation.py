@@ -25,12 +25,16 @@ class Generates(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextDelta:
-    """New tokens that belong to the answer, and the text that became definite with them."""
+    """New tokens that belong to the answer, and the text that became definite with them.
+
+    The first `accepted` tokens were drafted; the first `accepted_chars` of `text` are theirs.
+    """
 
     text: str
     ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None
     accepted: int = 0
+    accepted_chars: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,14 +100,18 @@ class Generation:
         yield self._ended(outcome, ttft_s=0.0 if first_at is None else first_at - started)
 
     def _take(self, delta: Delta) -> TextDelta:
-        piece = self._stream.push(delta.ids)
-        accepted = min(delta.accepted, piece.num_tokens)
-        if delta.drafted and piece.num_tokens:
+        drafted = self._stream.push(delta.ids[: delta.accepted])
+        drawn = self._stream.push(delta.ids[delta.accepted :])
+        num_tokens = drafted.num_tokens + drawn.num_tokens
+        if delta.drafted and num_tokens:
             self._drafted += delta.drafted
-            self._accepted[accepted] += 1
-        logprobs = None if delta.logprobs is None else delta.logprobs[: piece.num_tokens]
+            self._accepted[drafted.num_tokens] += 1
         return TextDelta(
-            text=piece.text, ids=delta.ids[: piece.num_tokens], logprobs=logprobs, accepted=accepted
+            text=drafted.text + drawn.text,
+            ids=delta.ids[:num_tokens],
+            logprobs=None if delta.logprobs is None else delta.logprobs[:num_tokens],
+            accepted=drafted.num_tokens,
+            accepted_chars=len(drafted.text),
         )
 
     def _ended(self, outcome: Outcome | None, *, ttft_s: float) -> Ended:

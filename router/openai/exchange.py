@@ -115,8 +115,14 @@ class Exchange:
         is_wanted = delta.ids and (envelope.num_top is not None or envelope.wants_token_ids or is_debug)
         if not delta.text and not is_wanted:
             return b""
-        debug = {"paceline": {"accepted": delta.accepted, "ids": len(delta.ids)}} if is_debug else {}
-        return self._event([self._choices[index].shape.chunk(delta)], debug)
+        counts = {
+            "accepted": delta.accepted,
+            "accepted_chars": delta.accepted_chars,
+            "ids": len(delta.ids),
+        }
+        return self._event(
+            [self._choices[index].shape.chunk(delta)], {"paceline": counts} if is_debug else {}
+        )
 
     def _closing(self, index: int, end: Ended) -> bytes:
         self._ends[index] = end

@@ -269,7 +269,11 @@ async def test_chunks_tell_accepted_drafts_only_when_asked() -> None:
         answering("a b c d", rounds=(1, 3)), "/v1/chat/completions", body, headers={"x-paceline-debug": "1"}
     )
     told = [chunk.get("paceline") for chunk in events(asked)[1:-1]]
-    assert told == [{"accepted": 0, "ids": 1}, {"accepted": 2, "ids": 3}, {"accepted": 0, "ids": 1}]
+    assert told == [
+        {"accepted": 0, "accepted_chars": 0, "ids": 1},
+        {"accepted": 2, "accepted_chars": 4, "ids": 3},
+        {"accepted": 0, "accepted_chars": 0, "ids": 1},
+    ]
     plain = events(await post(answering("a b c d", rounds=(1, 3)), "/v1/chat/completions", body))
     assert not any("paceline" in chunk for chunk in plain[:-1])
 

@@ -8,20 +8,20 @@ import pytest
 from deploy import client as module
 from deploy.client import Answer, Delta
 from deploy.errors import GatewayError
-from deploy.terminal import Terminal, bytes_text, facts, split
+from deploy.terminal import Terminal, bytes_text, facts
 
 
 def take(answer: Answer, chunk: dict[str, object]) -> list[Delta]:
     return module._take(f"data: {json.dumps(chunk)}", answer)
 
 
-def test_a_chunk_tells_its_text_and_how_many_of_its_tokens_were_drafted() -> None:
+def test_a_chunk_tells_its_text_and_how_much_of_it_was_drafted() -> None:
     answer = Answer()
     chunk: dict[str, object] = {
         "choices": [{"index": 0, "delta": {"content": " a b c"}, "finish_reason": None}],
-        "paceline": {"accepted": 2, "ids": 3},
+        "paceline": {"accepted": 2, "accepted_chars": 4, "ids": 3},
     }
-    assert take(answer, chunk) == [Delta(text=" a b c", num_tokens=3, accepted=2)]
+    assert take(answer, chunk) == [Delta(text=" a b c", accepted_chars=4)]
 
 
 def test_a_server_that_tells_nothing_of_drafts_is_shown_too() -> None:
@@ -67,31 +67,16 @@ def test_lines_that_are_no_data_are_ignored() -> None:
     assert module._take(": ping", Answer()) == module._take("data: [DONE]", Answer()) == []
 
 
-@pytest.mark.parametrize(
-    ("delta", "drafted", "drawn"),
-    [
-        (Delta(text=" one two three", num_tokens=3, accepted=2), " one two", " three"),
-        (Delta(text=" one.", num_tokens=2, accepted=1), " one", "."),
-        (Delta(text=" one two three four", num_tokens=8, accepted=6), " one two three", " four"),
-        (Delta(text=" one", num_tokens=1, accepted=0), "", " one"),
-        (Delta(text=" one"), "", " one"),
-        (Delta(text="", num_tokens=2, accepted=1), "", ""),
-    ],
-)
-def test_the_text_of_accepted_drafts_comes_first(delta: Delta, drafted: str, drawn: str) -> None:
-    assert split(delta) == (drafted, drawn)
-
-
 def test_colour_marks_accepted_drafts_and_only_them() -> None:
     out = io.StringIO()
-    Terminal(out, has_colour=True).delta(Delta(text=" one two", num_tokens=2, accepted=1))
+    Terminal(out, has_colour=True).delta(Delta(text=" one two", accepted_chars=4))
     assert out.getvalue() == "\x1b[32m one\x1b[0m two"
 
 
 def test_without_a_terminal_there_is_no_colour() -> None:
     out = io.StringIO()
     terminal = Terminal(out)
-    terminal.delta(Delta(text=" one two", num_tokens=2, accepted=1))
+    terminal.delta(Delta(text=" one two", accepted_chars=4))
     terminal.note("x")
     terminal.summary(Answer())
     assert "\x1b" not in out.getvalue()
