@@ -5,6 +5,7 @@ about two thirds of a core each), so they stand still while others are measured.
 measured. The environment is one that `peer_vllm_cpu.sh` made; its servers are children and end with us.
 """
 
+import asyncio
 import json
 import os
 import signal
@@ -20,6 +21,8 @@ from deploy.processes import Child, Command, cores
 
 READY_TIMEOUT_S = 400.0
 MAX_MODEL_LEN = 2048
+SETTLE_S = 1.0
+"""Between going on and the clock's start: what was stopped catches up first."""
 KV_CONFIG = json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"})
 
 
@@ -36,8 +39,9 @@ class VllmSetup:
 class Paused:
     """A server whose processes run only while it answers, and again when it is to stop."""
 
-    def __init__(self, inner: Contender, children: Sequence[Child]) -> None:
+    def __init__(self, inner: Contender, children: Sequence[Child], *, settle_s: float = SETTLE_S) -> None:
         self._inner = inner
+        self._settle_s = settle_s
         self._children = tuple(children)
         self._signal(signal.SIGSTOP)
 
@@ -49,6 +53,7 @@ class Paused:
         """See `Contender.answer`."""
         self._signal(signal.SIGCONT)
         try:
+            await asyncio.sleep(self._settle_s)
             return await self._inner.answer(prompts, max_tokens=max_tokens)
         finally:
             self._signal(signal.SIGSTOP)

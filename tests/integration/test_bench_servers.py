@@ -154,7 +154,7 @@ async def test_a_paused_server_runs_only_while_it_answers_and_can_be_stopped(tmp
     command = Command(name="sleeper", arguments=["sleep", "1000"], environment={})
     async with running(command, tmp_path) as child:
         watcher = Watcher(child)
-        paused = Paused(watcher, [child])
+        paused = Paused(watcher, [child], settle_s=0.0)
         await until_stopped(child, is_stopped=True)
         await paused.answer([], max_tokens=2)
         await until_stopped(child, is_stopped=True)
