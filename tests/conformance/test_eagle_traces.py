@@ -1,0 +1,104 @@
+"""The recorded drafts of a real EAGLE-3 head for SmolLM2, reproduced round by round in float32.
+
+Head and traces lie in `../shared/assets` beside the source tree: too large to be part of it. Where they are
+missing these tests are skipped, visibly; what they hold on real weights, `test_eagle.py` holds on tiny ones.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.kv_cache import KvCache
+from engine.layout import PoolSpec, build_layout
+from engine.loaders import LoadedModel, load_model
+from engine.loaders.convert import convert_gguf
+from engine.pool import PagePool
+from engine.request import Request
+from engine.scheduler import SchedulerLimits
+from speculative.eagle3 import Eagle3Config, Eagle3Proposer
+from speculative.loop import EngineLoop
+from speculative.progress import Progress
+from speculative.proposer import Proposal
+from tests.engines import make_request
+from tests.tiny_models import smollm2_gguf
+
+ASSETS = Path(__file__).resolve().parents[3] / "shared" / "assets"
+HEAD, TRACES = ASSETS / "eagle3-smollm2-135m", ASSETS / "traces_eagle3.json"
+
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not TRACES.is_file(), reason=f"no recorded traces at {TRACES}"),
+]
+
+
+def traces() -> list[dict[str, Any]]:
+    return json.loads(TRACES.read_text())["traces"] if TRACES.is_file() else []
+
+
+class Recorded(Eagle3Proposer):
+    """Keeps (root, committed, drafted) of every round."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__(config)
+        self.rounds: list[dict[str, Any]] = []
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Proposal]:
+        proposals = super().propose(requests, limits)
+        for request, proposal in zip(requests, proposals, strict=True):
+            self.rounds.append(
+                {
+                    "root": request.tokens[-1],
+                    "committed": request.num_committed,
+                    "drafted": list(proposal.token_ids),
+                }
+            )
+        return proposals
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """The bfloat16 weights the traces were recorded with, computed in float32."""
+    folder = convert_gguf(smollm2_gguf(), tmp_path_factory.mktemp("smollm2") / "model")
+    return load_model(folder, dtype="float32", device="cpu")
+
+
+def engine_of(loaded: LoadedModel, proposer: Eagle3Proposer) -> EngineLoop:
+    config = loaded.config
+    target = PoolSpec(
+        pool="target",
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+    )
+    layout = build_layout(page_size=16, dtype="float32", pools=[target, *proposer.needs.draft_kv])
+    cache = KvCache(num_pages=32, page_size=16, fingerprint="smollm2", lookahead=1)
+    return EngineLoop(
+        model=loaded.model,
+        pool=PagePool(layout, 32, torch.device("cpu")),
+        cache=cache,
+        proposer=proposer,
+        limits=SchedulerLimits(max_running=1, chunk_tokens=32, reserve_tokens=1),
+    )
+
+
+@pytest.mark.parametrize("trace", traces(), ids=lambda trace: f"{trace['line']}-{trace['num_drafts']}")
+def test_recorded_rounds_are_reproduced(smollm2: LoadedModel, trace: dict[str, Any]) -> None:
+    proposer = Recorded(Eagle3Config(draft=str(HEAD), num_steps=trace["num_drafts"]))
+    engine = engine_of(smollm2, proposer)
+    request = make_request("r", trace["prompt_ids"], max_tokens=140)
+    engine.add(request)
+    reported: list[Progress] = []
+    while len(reported) < len(trace["rounds"]) + 1:
+        reported += [progress for progress in engine.step().progress if progress.tokens]
+    assert reported[0].tokens == (trace["first_token"],)
+    found = [
+        {**drafted, "num_accepted": progress.num_accepted, "emitted": list(progress.tokens)}
+        for drafted, progress in zip(proposer.rounds, reported[1:], strict=True)
+    ]
+    assert found == trace["rounds"]
+    assert request.tokens[len(request.prompt_ids) :][: len(trace["output_ids"])] == trace["output_ids"]
