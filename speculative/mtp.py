@@ -1,7 +1,7 @@
 """MTP / NEXTN: modules that a target was trained with to predict the tokens after the next.
 
 Owns the module (mix of embedding and hidden, one decoder layer, norm) and its tensors in the DeepSeek and
-Qwen3-Next layouts. Must never know KV slots. One module drafts like an EAGLE head
+Qwen3-Next layouts. Must never know KV slots. One module drafts as any head over hidden states does
 (`speculative.drafts.recurrent`); several draft one token each (`speculative.drafts.modules`).
 
 Embedding and head are the target's; a folder that also holds the target is fine.
