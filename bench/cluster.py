@@ -19,7 +19,7 @@ from bench.machine import facts
 from bench.stats import rounded
 from deploy import models
 from deploy.config import UpConfig
-from deploy.local import local_cluster
+from deploy.local import local_cluster, thread_environment
 from deploy.processes import cores
 from deploy.up import say, stop_on_signal
 from router.text.tokenizer import Tokenizer
@@ -114,8 +114,15 @@ async def _others(config: ClusterBench, model: Path, *, has_folder: bool) -> Asy
         threads = config.threads or cores()
         contenders: list[Contender] = []
         if has_folder:
-            worker = transformers(model, dtype=config.dtype, threads=threads)
-            contenders.append(await stack.enter_async_context(worker))
+            # Spinning threads are fastest on idle cores and collapse on busy ones: the yardstick runs both ways.
+            for name, environment in (
+                ("transformers", {}),
+                ("transformers_passive", thread_environment(threads, 2)),
+            ):
+                worker = transformers(
+                    name, model, dtype=config.dtype, threads=threads, environment=environment
+                )
+                contenders.append(await stack.enter_async_context(worker))
         if config.against:
             contenders.append(await server("against", config.against, api_key=config.api_key))
         if config.vllm:

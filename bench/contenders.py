@@ -5,8 +5,9 @@ Owns the seam between measuring and answering. Must never know the schedule or t
 
 import asyncio
 import json
+import os
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,9 +76,8 @@ async def server(name: str, url: str, *, api_key: str = "") -> Server:
 class Transformers:
     """`transformers.generate` in a process of its own: one JSON line in, one out."""
 
-    name = "transformers"
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+        self.name = name
         self._process = process
 
     async def answer(self, prompts: Sequence[str], *, max_tokens: int) -> Wave:
@@ -109,14 +109,20 @@ class Transformers:
 
 
 @asynccontextmanager
-async def transformers(model: Path, *, dtype: str, threads: int) -> AsyncIterator[Transformers]:
-    """The worker, loaded and idle, for the length of a block."""
+async def transformers(
+    name: str, model: Path, *, dtype: str, threads: int, environment: Mapping[str, str]
+) -> AsyncIterator[Transformers]:
+    """The worker, loaded and idle, for the length of a block. `environment` is added to ours."""
     command: Command = module("bench.transformers_worker", f"{model}", dtype, f"{threads}")
     process = await asyncio.create_subprocess_exec(
-        *command.arguments, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=2**24
+        *command.arguments,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        limit=2**24,
+        env={**os.environ, **environment},
     )
     try:
-        worker = Transformers(process)
+        worker = Transformers(name, process)
         await worker.read()
         yield worker
     finally:

@@ -118,6 +118,18 @@ def test_the_report_has_its_documented_keys() -> None:
     assert json.loads(json.dumps(report)) == report
 
 
+def test_the_yardstick_is_the_faster_of_its_two_runs_in_each_round() -> None:
+    phase = engine_report.phase(
+        {
+            "pair_nixl": samples([1.0, 1.0], [1.0, 1.0], [1.0, 1.0]),
+            "transformers": samples([10.0, 0.5], [2.0, 2.0], [1.0, 1.0]),
+            "transformers_passive": samples([1.0, 2.0], [4.0, 4.0], [1.0, 1.0]),
+        }
+    )
+    assert phase["ratios"]["pair_over_transformers"] == 0.75  # 1.0 and 0.5
+    assert phase["ratios"]["pair_over_transformers_8"] == 2.0
+
+
 def test_the_table_shows_each_part_that_was_measured_and_no_other() -> None:
     phase = engine_report.phase(
         {"colocated": samples([1.0], [4.0], [2.0]), "pair_nixl": samples([1.0], [4.0], [2.0])}
