@@ -338,10 +338,15 @@ class DecodeLoop:
         account = self._accounts[action.tid]
         self._cache.lease_to_request(action.tid, request)
         request.num_committed = len(request.prompt_ids)
-        wanted = self._engine.proposer.needs.handoff
-        seed = seed_from(action.handoff.tensors, wanted)
+        try:
+            seed = seed_from(action.handoff.tensors, self._engine.proposer.needs.handoff)
+            self._engine.join(request, first_token=action.handoff.first_token, seed=seed)
+        except ValueError as error:
+            self._cache.release(request)
+            self._counters["bad_handoffs"] += 1
+            self._end(Failed(tid=action.tid, code=errors.PROTOCOL, retryable=True, reason=str(error)))
+            return
         self._counters["seedless_joins"] += seed is None
-        self._engine.join(request, first_token=action.handoff.first_token, seed=seed)
         account.started = self._now
         account.transfer_s = action.transfer_s
         account.kv_bytes = len(action.page_ids) * self._page_bytes

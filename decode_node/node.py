@@ -8,6 +8,7 @@ from kv_transfer.checksums import page_checksum
 from kv_transfer.decode_side import DecodeTransfers
 from speculative.build import BuiltEngine, EngineSettings, build_engine
 from wire.node_app import CoreParts, Role, facts_of, serve_node
+from wire.node_config import draft_options
 
 
 async def run(config: DecodeConfig) -> None:
@@ -38,7 +39,8 @@ def settings_of(config: DecodeConfig) -> EngineSettings:
         max_running=config.max_running,
         reserve_tokens=config.reserve_tokens,
         algorithm=config.algorithm,
-        draft_options={"draft": config.draft, "num_draft_tokens": config.num_draft_tokens},
+        draft=config.draft,
+        draft_options=draft_options(config.draft_options),
         threads=config.threads,
         is_prefill_only=False,
     )

@@ -44,6 +44,12 @@ class UpConfig:
     algorithm: str = ""
     """Drafting algorithm of every node, such as ngram, or none."""
 
+    draft: str = ""
+    """Folder of the draft model, for the algorithms that have one."""
+
+    draft_options: str = ""
+    """Settings of the algorithm, such as "num_steps=4,topk=4"."""
+
     threads: int = 0
     """Threads of each node's engine; 0: chosen from the cores available and the number of nodes."""
 

@@ -131,6 +131,8 @@ class _Commands:
             "--dtype": self.config.dtype,
             "--transport": self.config.transport,
             "--algorithm": self.config.algorithm,
+            "--draft": self.config.draft,
+            "--draft-options": self.config.draft_options,
         }
         given = {flag: value for flag, value in options.items() if value}
         return self._paceline(f"{role}-{index}", [role], given, thread_environment(threads, num_nodes))

@@ -69,8 +69,8 @@ class PrefillConfig:
     draft: str = ""
     """Folder of the draft model, for the algorithms that have one. Must be equal on both nodes of a pair."""
 
-    num_draft_tokens: int = 8
-    """Most tokens drafted per round by those decode nodes."""
+    draft_options: str = ""
+    """Settings of the algorithm, such as "num_steps=4,topk=4"; a name it does not have is refused."""
 
     threads: int = 0
     """Threads of the engine; 0: chosen from the cores available."""

@@ -8,6 +8,7 @@ from prefill_node.config import PrefillConfig
 from prefill_node.loop import PrefillLoop
 from speculative.build import BuiltEngine, EngineSettings, build_engine
 from wire.node_app import CoreParts, Role, facts_of, serve_node
+from wire.node_config import draft_options
 
 
 async def run(config: PrefillConfig) -> None:
@@ -33,7 +34,8 @@ def settings_of(config: PrefillConfig) -> EngineSettings:
         max_running=config.max_running,
         reserve_tokens=0,  # nothing grows here: a request leaves with its first token
         algorithm=config.algorithm,
-        draft_options={"draft": config.draft, "num_draft_tokens": config.num_draft_tokens},
+        draft=config.draft,
+        draft_options=draft_options(config.draft_options),
         threads=config.threads,
         is_prefill_only=True,
     )

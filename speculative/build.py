@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 class EngineSettings:
     """What an engine is built from; the node configurations say what each value means.
 
-    draft_options: settings of drafting; those the algorithm does not have are left out.
+    draft: path of the draft model, for the algorithms that have one.
+    draft_options: the algorithm's own settings.
     is_prefill_only: the engine never drafts, so an algorithm that needs nothing of the prompt is not built.
     """
 
@@ -44,6 +45,7 @@ class EngineSettings:
     max_running: int
     reserve_tokens: int
     algorithm: str
+    draft: str
     draft_options: Mapping[str, object]
     threads: int
     is_prefill_only: bool
@@ -99,8 +101,13 @@ def build_engine(settings: EngineSettings) -> BuiltEngine:
 
 def _proposer(settings: EngineSettings) -> Proposer:
     known = options_of(settings.algorithm)
-    options = {name: value for name, value in settings.draft_options.items() if name in known}
-    proposer = create_proposer(settings.algorithm, options)
+    paths = {"target": settings.model, "draft": settings.draft}
+    given = {name: path for name, path in paths.items() if path and name in known}
+    if settings.draft and "draft" not in known:
+        raise ValueError(f"draft must be empty for algorithm {settings.algorithm!r}, got {settings.draft!r}")
+    if "draft" in known and not settings.draft:
+        raise ValueError(f"draft must be set for algorithm {settings.algorithm!r}: it needs a draft model")
+    proposer = create_proposer(settings.algorithm, {**given, **settings.draft_options})
     if settings.is_prefill_only and not proposer.needs.prefill_identity:
         return NullProposer(NullConfig())
     return proposer

@@ -67,14 +67,25 @@ class EngineLoop:
         self.scheduler.add(request)
 
     def join(self, request: Request, *, first_token: int, seed: Seed | None) -> None:
-        """Start decoding a request whose prompt KV is complete and whose first token is known."""
+        """Start decoding a request whose prompt KV is complete and whose first token is known.
+
+        Raises ValueError for a token or a seed that cannot be; the request's pages have gone back then.
+        """
         assert request.num_committed == len(request.prompt_ids)
         self._states[request.key] = self._new_state(request)
-        request.tokens.append(first_token)
-        self._states[request.key].advance([first_token])
-        self.cache.publish(request)
         self.scheduler.join(request)
-        self.proposer.admit(request, seed)
+        try:
+            if not 0 <= first_token < self._model.config.vocab_size:
+                raise ValueError(
+                    f"first_token must be in [0, {self._model.config.vocab_size}), got {first_token}"
+                )
+            request.tokens.append(first_token)
+            self._states[request.key].advance([first_token])
+            self.proposer.admit(request, seed)
+        except ValueError:
+            self.release(request.key)
+            raise
+        self.cache.publish(request)
 
     def release(self, key: Hashable) -> None:
         """The request leaves, wherever it is; its pages go back. Unknown keys are ignored."""

@@ -171,6 +171,7 @@ class NodePair:
         self.events: dict[str, list[Event]] = {"P": [], "D": []}
         self.timeline: list[tuple[float, str, str]] = []
         self.refused: list[str] = []
+        self.tamper: Callable[[Any], Any] = lambda message: message
         self.is_connected = False
         for core in (self.prefill, self.decode):
             core.handle(LinkOpened(link=LINK), 0.0)
@@ -256,7 +257,8 @@ class NodePair:
             case ToPeer(message=message):
                 self.timeline.append((self.now, name, type(message).__name__))
                 if self.is_connected:
-                    other.handle(PeerMessage(peer=Incarnation(name), message=message), self.now)
+                    sent = self.tamper(message)
+                    other.handle(PeerMessage(peer=Incarnation(name), message=sent), self.now)
             case PeerRefused(refused=refused):
                 self.refused.append(str(refused))
             case DropPeer():

@@ -50,7 +50,9 @@ class NodeConfig(Protocol):
     @property
     def algorithm(self) -> str: ...
     @property
-    def num_draft_tokens(self) -> int: ...
+    def draft(self) -> str: ...
+    @property
+    def draft_options(self) -> str: ...
     @property
     def threads(self) -> int: ...
     @property
@@ -74,11 +76,21 @@ def check_node_config(config: NodeConfig) -> None:
         ("chunk_tokens", config.chunk_tokens, 1),
         ("max_running", config.max_running, 1),
         ("max_waiting", config.max_waiting, 0),
-        ("num_draft_tokens", config.num_draft_tokens, 0),
         ("threads", config.threads, 0),
     ):
         _require(field, value, value >= least, f"at least {least}")
+    draft_options(config.draft_options)
     _require("drain_timeout_s", config.drain_timeout_s, config.drain_timeout_s >= 0, "at least 0")
+
+
+def draft_options(text: str) -> dict[str, object]:
+    """ "name=value,name=value" by name; whole numbers become int. Raises ValueError for anything else."""
+    options: dict[str, object] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, is_given, value = part.partition("=")
+        _require("draft_options", text, bool(is_given and name and value), "name=value,name=value")
+        options[name.strip()] = int(value) if value.strip().lstrip("-").isdigit() else value.strip()
+    return options
 
 
 def advertised_address(config: NodeConfig, bound_port: int) -> str:

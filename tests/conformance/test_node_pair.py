@@ -1,14 +1,16 @@
 """A prompt computed on P and decoded on D is the prompt decoded in one place; nothing leaks, ever."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from kv_transfer.ids import TransferId
-from kv_transfer.messages import Heartbeat, SemanticIdentity
+from kv_transfer.messages import Final, Heartbeat, SemanticIdentity
 from kv_transfer.transport import WriteHandle
 from kv_transfer.transports.memory import Fault
 from tests.conformance.test_loop import LENGTHS, prompt_of, reference
+from tests.engines import VOCAB_SIZE
 from tests.node_pair import IDENTITY, NodePair
 from wire.host_events import PeerMessage
 from wire.work import Finished, PromptInfo, Tokens
@@ -178,6 +180,22 @@ def test_pair_that_differs_is_refused_by_field_and_both_values(
     tid = pair.submit("r", prompt_of(5))
     assert pair.ends(tid) == ("pair_refused", "pair_refused")
     pair.run()
+    assert pair.is_at_rest()
+
+
+def test_handoff_that_cannot_be_fails_its_request_only() -> None:
+    pair = NodePair()
+
+    def lie(message: object) -> object:
+        if isinstance(message, Final) and message.tid.request_id == "victim":
+            return replace(message, handoff=replace(message.handoff, first_token=VOCAB_SIZE))
+        return message
+
+    pair.tamper = lie
+    victim, other = pair.submit("victim", prompt_of(20)), pair.submit("other", prompt_of(31))
+    pair.run()
+    assert pair.ends(victim) == ("handed_over", "protocol")
+    assert tuple(pair.tokens(other)) == reference(tuple(prompt_of(31)), 12)
     assert pair.is_at_rest()
 
 

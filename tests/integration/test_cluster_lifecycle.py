@@ -19,7 +19,7 @@ READY_S = 60.0
 STORM_SEED = 5
 DECODE: Json = {
     **NODE,
-    "num_draft_tokens": 2,
+    "draft_options": "num_draft_tokens=2",
 }  # an answer takes many rounds, so that something can happen amid it
 NUM_PROMPT, NUM_OUTPUT = 1500, 400
 GREEDY: Json = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
