@@ -114,7 +114,7 @@ async def _others(config: ClusterBench, model: Path, *, has_folder: bool) -> Asy
         threads = config.threads or cores()
         contenders: list[Contender] = []
         if has_folder:
-            # Spinning threads are fastest on idle cores and collapse on busy ones: the yardstick runs both ways.
+            # Spinning threads are fastest on idle cores and collapse on busy ones: it runs both ways.
             for name, environment in (
                 ("transformers", {}),
                 ("transformers_passive", thread_environment(threads, 2)),
