@@ -33,7 +33,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _require("temperature", self.temperature, 0.0 <= self.temperature <= 2.0, "in [0, 2]")
         _require("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "in (0, 1]")
-        _require("top_k", self.top_k, self.top_k >= 0, "0 (off) or positive")
+        _require("top_k", self.top_k, 0 <= self.top_k < 2**32, "0 (off) or positive, and below 2**32")
         _require("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "in [0, 1]")
         _require("presence_penalty", self.presence_penalty, abs(self.presence_penalty) <= 2.0, "in [-2, 2]")
         _require(

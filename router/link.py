@@ -29,6 +29,9 @@ from wire.work import (
 
 _log = logging.getLogger(__name__)
 
+UNSENDABLE = "invalid_request"
+"""The code of a Submit that the wire cannot carry, as if the node had refused it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkConfig:
@@ -155,6 +158,8 @@ class Link:
                     await channel.send(message)
             except TimeoutError:
                 raise ChannelClosed("timed out") from None
+            except ValueError as error:  # it fits no wire message: its own request's fault, not the link's
+                self._deliver(Rejected(tid=message.tid, code=UNSENDABLE, retryable=False, reason=str(error)))
 
     def _deliver(self, event: Event) -> None:
         leg = self._legs.get(event.tid)

@@ -22,6 +22,7 @@ from router.requests import Delta, GenerateRequest, Outcome
 from router.stats import RouterStats
 from tests.simulation.virtual_loop import run_virtual
 from wire.channel import Channel, ChannelClosed
+from wire.convert import pack_to_node
 from wire.records import Load, NodeRecord
 from wire.work import (
     Accepted,
@@ -66,6 +67,7 @@ class FakeChannel:
     async def send(self, message: Any) -> None:
         if self.is_closed:
             raise ChannelClosed("closed")
+        pack_to_node(message)  # raises ValueError for what the wire cannot carry, as gRPC's channel does
         self._node.receive(message)
 
     async def receive(self) -> Any:

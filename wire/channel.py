@@ -20,7 +20,8 @@ class Channel(Protocol):
         ...
 
     async def send(self, message: Any) -> None:
-        """Queue one message. Raises ChannelClosed; waits when the peer reads slower than we write."""
+        """Queue one message; waits when the peer reads slower than we write. Raises ChannelClosed, or
+        ValueError for a message that the wire cannot carry: then nothing is sent and the stream goes on."""
         ...
 
     async def receive(self) -> Any:

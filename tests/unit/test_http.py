@@ -285,6 +285,7 @@ async def test_chunks_tell_accepted_drafts_only_when_asked() -> None:
         (CHAT | {"messages": []}, 400, "messages", "invalid_value"),
         (CHAT | {"temperature": 3}, 400, "temperature", "invalid_value"),
         (CHAT | {"top_p": 0}, 400, "top_p", "invalid_value"),
+        (CHAT | {"top_k": 2**32}, 400, "top_k", "invalid_value"),
         (CHAT | {"repetition_penalty": 0}, 400, "repetition_penalty", "invalid_value"),
         (CHAT | {"min_tokens": 5, "max_tokens": 4}, 400, "min_tokens", "invalid_value"),
         (CHAT | {"logit_bias": {"99999999": -100}}, 400, "logit_bias", "invalid_value"),

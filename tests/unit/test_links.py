@@ -1,9 +1,11 @@
 """Streams to nodes: opened and closed with their records, reopened when they break."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
+from router.errors import RequestRefused
 from router.link import LinkConfig
 from router.mailbox import Arrival, LinkLost, Mailbox
 from tests.fakes_nodes import a_request, cluster, reading, settle, virtual
@@ -98,6 +100,22 @@ async def test_submits_that_wait_to_be_sent_are_bounded() -> None:
         assert arrival == Arrival("decode", LinkLost(reason="d1: too much waits to be sent"))
         await settle()
         assert [submit.tid for submit in made["d1"].submits] == [TID]
+
+
+@pytest.mark.parametrize("unsendable", [{"cache_salt": "\ud800"}, {"priority": 2**31}])
+@virtual
+async def test_a_submit_that_the_wire_cannot_carry_is_refused_alone(unsendable: dict[str, Any]) -> None:
+    async with cluster("p1 d1") as made, reading(made, a_request()) as other:
+        async with reading(made, a_request(**unsendable)) as doomed:
+            await settle()
+        assert isinstance(doomed.error, RequestRefused)
+        assert doomed.error.code == "invalid_request"
+        made["p1"].tokens(0, 7)
+        made["d1"].tokens(1, 8, 9, 10)
+        made["d1"].finish("length")
+        await settle()
+        assert other.outcome.attempts == 1
+        assert [len(made[name].channels) for name in ("p1", "d1")] == [1, 1]
 
 
 @virtual
