@@ -209,6 +209,8 @@ class DecodeLoop:
 
     def _hear(self, peer: Incarnation, message: ToPrefill | ToDecode) -> None:
         now = self._now
+        if self._peers.agreement(peer) is None:
+            return  # dropped by us; what it said before it knows is of no use, and its close is on the way
         match message:
             case Planned():
                 self._do(self._transfers.planned(peer, message, now=now))

@@ -131,15 +131,12 @@ class PrefillLoop:
         if refusal is None and submit.peer is None:
             refusal = refuse(submit, INVALID, "peer must be set: a prefill node does not decode")
         if refusal is None:
-            refusal = self._take_on(submit)
+            refusal = self._take_on(link, submit)
         if refusal is not None:
             self._counters["rejected"] += 1
             self._links.reject(link, refusal)
-            return
-        self._links.own(link, submit.tid)
-        self._links.emit(Accepted(tid=submit.tid, queued_behind=self._engine.scheduler.num_waiting - 1))
 
-    def _take_on(self, submit: Submit) -> Rejected | None:
+    def _take_on(self, link: Link, submit: Submit) -> Rejected | None:
         """Start computing; the refusal when the pair does not fit or the id was used before."""
         assert submit.peer is not None
         peer = submit.peer.incarnation
@@ -157,8 +154,10 @@ class PrefillLoop:
                 return rejected(action)
         request = request_of(submit)
         self._accounts[submit.tid] = _Account(request=request, peer=peer, submitted=self._now)
+        self._links.own(link, submit.tid)
+        self._links.emit(Accepted(tid=submit.tid, queued_behind=self._engine.scheduler.num_waiting))
         self._engine.add(request, hold=True)
-        self._do(actions)
+        self._do(actions)  # an early Reserve that does not fit ends it here and now
         return None
 
     def _cancel(self, tid: TransferId) -> None:
@@ -182,6 +181,8 @@ class PrefillLoop:
         self._outputs.append(PeerAccepted(peer=hello.incarnation, reply=self.hello()))
 
     def _hear(self, peer: Incarnation, message: ToPrefill | ToDecode) -> None:
+        if self._peers.agreement(peer) is None:
+            return  # dropped by us; what it said before it knows is of no use, and its close is on the way
         match message:
             case Reserve():
                 self._do(self._transfers.reserve(peer, message, now=self._now))

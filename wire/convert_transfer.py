@@ -140,6 +140,8 @@ def _pack_reserve(reserve: Reserve) -> pb.Reserve:
 
 
 def _unpack_reserve(reserve: pb.Reserve) -> Reserve:
+    is_finite = math.isfinite(reserve.deadline_s)
+    require("reserve.deadline_s", reserve.deadline_s, holds=is_finite, rule="finite")
     return Reserve(
         tid=unpack_tid(reserve.tid, "reserve.tid"),
         page_ids=tuple(reserve.page_ids),

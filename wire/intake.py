@@ -3,6 +3,8 @@
 Owns the order of the checks and the codes of the refusals. Must never know a role.
 """
 
+import math
+
 from engine.admission import EngineLimits
 from engine.request import Request
 from kv_transfer.actions import Refuse
@@ -34,6 +36,10 @@ class Intake:
         if num_waiting >= self._max_waiting:
             reason = f"{num_waiting} requests wait here, max_waiting is {self._max_waiting}"
             return refuse(submit, OVERLOADED, reason, retryable=True)
+        if submit.grammar:
+            return refuse(submit, INVALID, "grammar must be empty: this node does not constrain its output")
+        if not math.isfinite(submit.deadline_s):
+            return refuse(submit, INVALID, f"deadline_s must be finite, got {submit.deadline_s}")
         try:
             self._limits.check(submit.prompt_ids, submit.num_prompt_tokens, submit.sampling)
         except ValueError as error:

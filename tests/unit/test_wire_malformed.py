@@ -1,3 +1,4 @@
+import math
 import re
 
 import pytest
@@ -10,6 +11,7 @@ from kv_transfer.messages import (
     Handoff,
     Hello,
     NamedTensor,
+    Reserve,
     SemanticIdentity,
 )
 from wire.convert import (
@@ -139,6 +141,9 @@ def test_malformed_session_messages_name_the_field() -> None:
         unpack_to_prefill(transfer_pb2.ToPrefill())
     with pytest.raises(ValueError, match=r"to_decode.message must be set"):
         unpack_to_decode(transfer_pb2.ToDecode())
+    reserve = pack_to_prefill(Reserve(tid=TID, page_ids=(1,), skip_tokens=0, deadline_s=math.nan))
+    with pytest.raises(ValueError, match=r"reserve.deadline_s must be finite, got nan"):
+        unpack_to_prefill(reserve)
     tensor = NamedTensor(dtype="float32", shape=(2,), data=bytes(8))
     final = Final(
         tid=TID, ranges=((0, 1),), handoff=Handoff(first_token=1, num_tokens=4, tensors={"h": tensor})
