@@ -239,7 +239,8 @@ class DecodeLoop:
 
     @property
     def idle_wait_s(self) -> float:
-        return _POLL_S if self._incoming else _IDLE_S
+        """Only what lands on a lease comes without an event of the host's."""
+        return _POLL_S if any(map(self._cache.has_lease, self._incoming)) else _IDLE_S
 
     def step(self, now: float) -> bool:
         self._now = now
@@ -401,9 +402,12 @@ class DecodeLoop:
         self._accounts.pop(event.tid, None)
         self._links.emit(event)
 
+    def problems(self) -> list[str]:
+        return self._cache.problems([*self._engine.requests(), *self._incoming.values()])
+
     def status(self) -> NodeStatus:
-        problems = self._cache.problems([*self._engine.requests(), *self._incoming.values()])
         scheduler = self._engine.scheduler
+        is_idle = not self._accounts and self._transfers.next_deadline is None
         return NodeStatus(
             step=self._steps,
             load=Load(
@@ -415,8 +419,8 @@ class DecodeLoop:
             ),
             quarantined_pages=self._cache.num_quarantined,
             is_draining=self._is_draining,
-            is_idle=not self._accounts and self._transfers.next_deadline is None,
-            integrity="; ".join(problems),
+            is_idle=is_idle,
+            integrity="; ".join(self.problems()) if is_idle else "",
             counters={
                 **self._engine.counters.as_dict(),
                 **self._counters,

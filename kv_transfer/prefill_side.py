@@ -146,6 +146,11 @@ class PrefillTransfers:
         early = self._early.next_deadline()
         return min(deadlines if early is None else [*deadlines, early], default=None)
 
+    @property
+    def is_writing(self) -> bool:
+        """Is any write not settled?"""
+        return any(transfer.is_writing for transfer in self._live.values())
+
     def state(self, tid: TransferId) -> PrefillState | None:
         """None once it ended, or when it was never seen."""
         transfer = self._live.get(tid)

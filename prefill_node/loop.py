@@ -207,7 +207,8 @@ class PrefillLoop:
 
     @property
     def idle_wait_s(self) -> float:
-        return _POLL_S if self._accounts else _IDLE_S
+        """Only the end of a write comes without an event of the host's."""
+        return _POLL_S if self._transfers.is_writing else _IDLE_S
 
     def step(self, now: float) -> bool:
         self._now = now
@@ -357,8 +358,12 @@ class PrefillLoop:
             Failed(tid=action.tid, code=action.code, retryable=action.retryable, reason=action.reason)
         )
 
+    def problems(self) -> list[str]:
+        return self._engine.cache.problems(self._engine.requests())
+
     def status(self) -> NodeStatus:
         cache, scheduler = self._engine.cache, self._engine.scheduler
+        is_idle = not self._accounts
         return NodeStatus(
             step=self._steps,
             load=Load(
@@ -370,8 +375,8 @@ class PrefillLoop:
             ),
             quarantined_pages=cache.num_quarantined,
             is_draining=self._is_draining,
-            is_idle=not self._accounts,
-            integrity="; ".join(cache.problems(self._engine.requests())),
+            is_idle=is_idle,
+            integrity="; ".join(self.problems()) if is_idle else "",
             counters={
                 **self._engine.counters.as_dict(),
                 **self._counters,

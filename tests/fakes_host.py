@@ -85,6 +85,9 @@ class FakeCore:
             peers={},
         )
 
+    def problems(self) -> list[str]:
+        return []
+
 
 class DirectDriver:
     """Steps the core on the loop itself, once per turn of the loop in which something was posted."""

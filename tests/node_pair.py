@@ -268,7 +268,7 @@ class NodePair:
                 pass
 
     def check(self) -> None:
-        assert [core.status().integrity for core in (self.prefill, self.decode)] == ["", ""]
+        assert [core.problems() for core in (self.prefill, self.decode)] == [[], []]
 
     def tokens(self, tid: TransferId) -> list[int]:
         """Output ids by index; every index exactly once."""

@@ -108,7 +108,7 @@ class NodeStatus:
     quarantined_pages: int
     is_draining: bool
     is_idle: bool
-    integrity: str  # empty when every page has exactly one owner
+    integrity: str  # of an idle node; empty when every page has exactly one owner
     counters: dict[str, float]
     peers: dict[str, str]
 
@@ -137,4 +137,10 @@ class NodeCore(Protocol):
         """How long the host may sleep without an event before it must call `step` again."""
         ...
 
-    def status(self) -> NodeStatus: ...
+    def status(self) -> NodeStatus:
+        """Cheap enough for every heartbeat: only an idle node compares its books of pages."""
+        ...
+
+    def problems(self) -> list[str]:
+        """What is wrong with the books of pages at this moment. Costs time with every page of the pool."""
+        ...

@@ -250,8 +250,8 @@ class SimCluster:
         await self.until(lambda: len(self.pairs.ready()) == num_pairs)
 
     def check_core(self, core: NodeCore) -> None:
-        problems = core.status().integrity
-        assert problems == "", f"at {asyncio.get_running_loop().time():.4f} s: {problems}"
+        problems = core.problems()
+        assert not problems, f"at {asyncio.get_running_loop().time():.4f} s: {problems}"
 
     def check(self) -> None:
         """Every page of every live node has exactly one owner."""
