@@ -44,8 +44,8 @@ class _Work:
 
 class EngineLoop:
     """Requests enter with `add` (prompt to be computed) or `join` (prompt already in its pages), leave when
-    they finish or by `release`. A request added with `hold` keeps its pages after its first token, until
-    `release`: its KV is being sent elsewhere."""
+    they finish or by `release`. A request added with `hold` keeps its pages after its first token, or the
+    failure to draw it, until `release`: its KV is being sent elsewhere."""
 
     def __init__(
         self, *, model: Model, pool: PagePool, cache: KvCache, proposer: Proposer, limits: SchedulerLimits
@@ -205,7 +205,9 @@ class EngineLoop:
                 moves += self._advance_round(item, item.tree)
         if moves:
             self._write_back(moves)
-        advances = [item.advance for item in work if item.advance is not None]
+        advances = [
+            item.advance for item in work if item.advance and item.progress and not item.progress.error
+        ]
         self.proposer.observe(advances, output)
 
     def _draw(self, work: list[_Work], output: ForwardOutput) -> None:
@@ -313,14 +315,11 @@ class EngineLoop:
         """Publish full pages, move the request to where it belongs next, and say what happened."""
         request, progress = item.request, item.progress
         assert progress is not None
-        if progress.error:
-            self.release(request.key)
-            return progress
-        self.cache.publish(request)
+        if not progress.error:
+            self.cache.publish(request)
         if item.is_prompt_end and request.key in self._hold:
-            self.scheduler.remove(request.key)
-            self._held[request.key] = request
-        elif progress.finish_reason is not None:
+            self.hold(request.key)
+        elif progress.error or progress.finish_reason is not None:
             self.release(request.key)
         elif item.is_prompt_end:
             self.proposer.admit(request, None)

@@ -9,6 +9,7 @@ import torch
 from engine.kv_cache import KvCache
 from engine.layout import PoolSpec, build_layout
 from engine.loaders import LoadedModel, load_model
+from engine.models.model import Model
 from engine.params import SamplingParams
 from engine.pool import PagePool
 from engine.request import Request
@@ -39,9 +40,10 @@ def make_engine(
     num_pages: int = 256,
     page_size: int = 4,
     device: str = "cpu",
+    model: Model | None = None,
     **limits: int,
 ) -> EngineLoop:
-    """`limits` are fields of SchedulerLimits."""
+    """`limits` are fields of SchedulerLimits; `model` stands in for the tiny one that it is like."""
     loaded = tiny_model(family, device)
     config = loaded.config
     proposer = proposer or NullProposer(NullConfig())
@@ -55,7 +57,7 @@ def make_engine(
     pool = PagePool(layout, num_pages, torch.device(device))
     pool.storage.view(torch.float32).fill_(1e4)  # what nobody wrote must not be seen
     return EngineLoop(
-        model=loaded.model,
+        model=model or loaded.model,
         pool=pool,
         cache=KvCache(
             num_pages=num_pages,
