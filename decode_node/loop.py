@@ -205,7 +205,7 @@ class DecodeLoop:
             self._do(self._transfers.peer_lost(hello.incarnation, reason=reason, code=errors.INCOMPATIBLE))
             return
         self._transfers.peer_ready(hello.incarnation, has_checksums=outcome.has_checksums)
-        self._outputs.append(PeerAccepted(peer=hello.incarnation, reply=self.hello()))
+        self._outputs.append(PeerAccepted(peer=hello.incarnation, reply=None))
 
     def _hear(self, peer: Incarnation, message: ToPrefill | ToDecode) -> None:
         now = self._now

@@ -26,7 +26,7 @@ class PeerTable:
         self._refused: dict[Incarnation, Refused] = {}
 
     def hello(self) -> Hello:
-        """Our Hello for one session, with connection blobs of its own."""
+        """Our Hello for one session, with connection blobs of its own. Raises TransportError."""
         offers = tuple(self._transports[offer.name].offer() for offer in self._ours.offers)
         return replace(self._ours, offers=offers)
 
@@ -41,6 +41,15 @@ class PeerTable:
         else:
             self._agreed[theirs.incarnation] = outcome
         return outcome
+
+    def reply(self, peer: Incarnation) -> Hello | Refused:
+        """Our Hello for a peer just accepted. A transport that has no connection to offer undoes that."""
+        transport = self._agreed[peer].transport
+        try:
+            return self.hello()
+        except TransportError as error:
+            self.drop(peer)
+            return _unusable(transport, error)
 
     def refusal(self, peer: Incarnation) -> Refused | None:
         return self._refused.get(peer)
@@ -85,10 +94,9 @@ class PeerTable:
         try:
             self._transports[agreement.transport].connect(theirs.incarnation, agreement.peer_offer)
         except TransportError as error:
-            return Refused(
-                field=f"transport {agreement.transport}",
-                ours="usable",
-                theirs=str(error),
-                is_transient=True,
-            )
+            return _unusable(agreement.transport, error)
         return agreement
+
+
+def _unusable(transport: str, error: TransportError) -> Refused:
+    return Refused(field=f"transport {transport}", ours="usable", theirs=str(error), is_transient=True)

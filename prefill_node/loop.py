@@ -171,14 +171,16 @@ class PrefillLoop:
 
     def _meet(self, hello: Hello) -> None:
         outcome = self._peers.accept(hello)
-        if isinstance(outcome, Refused):
+        reply = outcome if isinstance(outcome, Refused) else self._peers.reply(hello.incarnation)
+        if isinstance(reply, Refused):
             self._counters["peers_refused"] += 1
-            self._outputs.append(PeerRefused(peer=hello.incarnation, refused=outcome))
-            reason = f"refused at handshake: {outcome}"
+            self._outputs.append(PeerRefused(peer=hello.incarnation, refused=reply))
+            reason = f"refused at handshake: {reply}"
             self._do(self._transfers.peer_lost(hello.incarnation, reason=reason, code=errors.INCOMPATIBLE))
             return
+        assert not isinstance(outcome, Refused)
         self._transfers.peer_ready(hello.incarnation, has_checksums=outcome.has_checksums)
-        self._outputs.append(PeerAccepted(peer=hello.incarnation, reply=self.hello()))
+        self._outputs.append(PeerAccepted(peer=hello.incarnation, reply=reply))
 
     def _hear(self, peer: Incarnation, message: ToPrefill | ToDecode) -> None:
         if self._peers.agreement(peer) is None:

@@ -10,6 +10,7 @@ from typing import Self, TypeVar
 from engine.layout import PoolSpec, build_layout
 from kv_transfer.ids import Incarnation
 from kv_transfer.messages import Hello, Refused, SemanticIdentity
+from kv_transfer.transport import TransportError
 from wire.channel import Channel
 from wire.host import HostConfig, NodeHost
 from wire.host_events import (
@@ -49,8 +50,12 @@ class FakeCore:
     num_steps: int = 0
     outputs: list[Output] = field(default_factory=list)
     idle_wait_s: float = 60.0
+    num_failing_hellos: int = 0
 
     def hello(self) -> Hello:
+        if self.num_failing_hellos:
+            self.num_failing_hellos -= 1
+            raise TransportError("memory: no more connections")
         return Hello(incarnation=self.incarnation, identity=IDENTITY, layout=LAYOUT, offers=())
 
     def handle(self, event: HostEvent, now: float) -> None:

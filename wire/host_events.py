@@ -74,10 +74,10 @@ class ToPeer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerAccepted:
-    """The pair fits; `reply` is our Hello, which P's host sends back on the session."""
+    """The pair fits; `reply` is P's Hello, which its host sends back. D has said its own already: None."""
 
     peer: Incarnation
-    reply: Hello
+    reply: Hello | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

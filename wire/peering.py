@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from kv_transfer.ids import Incarnation
 from kv_transfer.messages import Hello, Refused
+from kv_transfer.transport import TransportError
 from wire.channel import ChannelClosed, Connector
 from wire.records import NodeRecord
 from wire.registry_view import RegistryView
@@ -107,8 +108,8 @@ class Peering:
             return None
         try:
             return await self._sessions.open(channel, hello=await self._hello(), expected=record.incarnation)
-        except ChannelClosed as closed:
-            logger.info("session with %s ended: %s", record.address, closed)
+        except (ChannelClosed, TransportError) as error:
+            logger.info("session with %s ended: %s", record.address, error)
             return None
         finally:
             await channel.close()

@@ -167,7 +167,7 @@ class Sessions:
         session.answered.set()
         if session.is_gone:
             self._settle(answer.peer, session)
-        elif isinstance(answer, PeerAccepted) and session.sends_hello:
+        elif isinstance(answer, PeerAccepted) and answer.reply is not None and session.sends_hello:
             # Queued here, so that it precedes whatever the core says next to this peer.
             session.outbox.put(answer.reply)
 

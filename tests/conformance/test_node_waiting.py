@@ -7,8 +7,8 @@ from kv_transfer.transports.memory import Fault, MemoryFabric
 from prefill_node.loop import PrefillLoop
 from tests.conformance.test_loop import prompt_of
 from tests.engines import make_engine, make_request
-from tests.node_pair import IDENTITY, LINK, NodePair, intake_of, peers_of
-from wire.host_events import LinkMessage, LinkOpened
+from tests.node_pair import IDENTITY, LINK, NodePair, intake_of, make_decode, make_prefill, peers_of
+from wire.host_events import LinkMessage, LinkOpened, PeerAccepted, PeerHello
 from wire.work import Cancel, NodeRef, SamplingParams, Submit
 
 
@@ -62,3 +62,10 @@ def test_only_an_idle_node_compares_its_books_for_a_status() -> None:
     assert core.problems() == [problem]
     core.handle(LinkMessage(link=LINK, message=Cancel(tid=tid)), 0.0)
     assert (core.status().is_idle, core.status().integrity) == (True, problem)
+
+
+def test_decode_node_offers_a_peer_one_connection_only() -> None:
+    fabric = MemoryFabric(clock=lambda: 0.0)
+    core = make_decode("D", fabric)
+    core.handle(PeerHello(hello=make_prefill("P", fabric).hello()), 0.0)
+    assert core.take_outputs() == [PeerAccepted(peer=Incarnation("P"), reply=None)]

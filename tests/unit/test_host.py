@@ -297,6 +297,20 @@ def test_drop_peer_closes_the_session_and_a_new_one_follows() -> None:
     run_virtual(main())
 
 
+def test_a_hello_that_cannot_be_made_now_is_made_later() -> None:
+    async def main() -> None:
+        cluster = Cluster()
+        async with (
+            FakeNode(cluster, "prefill", "p:1", P) as prefill,
+            FakeNode(cluster, "decode", "d:1", D) as decode,
+        ):
+            decode.core.num_failing_hellos = 2
+            await asyncio.sleep(3.0)
+            assert decode.core.events == [PeerHello(hello=prefill.core.hello())]
+
+    run_virtual(main())
+
+
 def test_a_newer_session_of_the_same_peer_replaces_the_older() -> None:
     async def main() -> None:
         cluster = Cluster()

@@ -28,6 +28,8 @@ class FlakyTransport:
         pass
 
     def offer(self) -> TransportOffer:
+        if self.is_broken:
+            raise TransportError("memory: no more connections")
         self.num_offers += 1
         return TransportOffer(name=self.name, blob=b"%d" % self.num_offers)
 
@@ -84,6 +86,21 @@ def test_connection_that_fails_once_is_not_held_against_the_peer() -> None:
     transport.is_broken = False
     assert not isinstance(peers.accept(hello("P")), Refused)
     assert peers.states() == {"P": "ready over flaky"}
+
+
+def test_peer_to_which_no_connection_can_be_offered_is_not_connected_this_time() -> None:
+    transport, peers = make()
+    peers.accept(hello("P"))
+    transport.is_broken = True
+    outcome = peers.reply(Incarnation("P"))
+    assert isinstance(outcome, Refused)
+    assert outcome.is_transient
+    assert str(outcome) == "transport flaky: 'usable' here, 'memory: no more connections' there"
+    assert transport.open == []
+    assert peers.agreement(Incarnation("P")) is None
+    transport.is_broken = False
+    peers.accept(hello("P"))
+    assert isinstance(peers.reply(Incarnation("P")), Hello)
 
 
 def test_difference_is_remembered_for_the_incarnation() -> None:
