@@ -19,8 +19,9 @@ from bench.machine import facts
 from bench.stats import rounded
 from deploy import models
 from deploy.config import UpConfig
-from deploy.local import local_cluster, thread_environment
+from deploy.local import local_cluster
 from deploy.processes import cores
+from deploy.threads import thread_environment
 from deploy.up import say, stop_on_signal
 from router.text.tokenizer import Tokenizer
 
@@ -117,7 +118,7 @@ async def _others(config: ClusterBench, model: Path, *, has_folder: bool) -> Asy
             # Spinning threads are fastest on idle cores and collapse on busy ones: it runs both ways.
             for name, environment in (
                 ("transformers", {}),
-                ("transformers_passive", thread_environment(threads, 2)),
+                ("transformers_passive", thread_environment(threads)),
             ):
                 worker = transformers(
                     name, model, dtype=config.dtype, threads=threads, environment=environment

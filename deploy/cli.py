@@ -17,6 +17,7 @@ from decode_node.config import DecodeConfig
 from deploy.config import ChatConfig, UpConfig
 from deploy.errors import DeployError
 from deploy.settings import CONFIG_FLAG, PREFIX, Environment, File
+from deploy.threads import prepare
 from prefill_node.config import PrefillConfig
 from router.config import RouterConfig
 
@@ -47,6 +48,7 @@ def prefill(settings: Annotated[PrefillConfig, Flat], *, config: ConfigFile = No
     config
         TOML file; this command reads its table [prefill].
     """
+    prepare(settings.threads)
     from prefill_node.node import run
 
     serve(run(settings), log_level=settings.log_level)
@@ -61,6 +63,7 @@ def decode(settings: Annotated[DecodeConfig, Flat], *, config: ConfigFile = None
     config
         TOML file; this command reads its table [decode].
     """
+    prepare(settings.threads)
     from decode_node.node import run
 
     serve(run(settings), log_level=settings.log_level)

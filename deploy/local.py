@@ -20,6 +20,7 @@ from deploy import models
 from deploy.config import UpConfig
 from deploy.errors import DeployError, NotReady
 from deploy.processes import Child, Command, cores
+from deploy.threads import thread_environment
 
 POLL_S = 0.2
 REPORT_EVERY_S = 5.0
@@ -120,8 +121,7 @@ class _Commands:
         return self._paceline("router", ["router", *flags], options, {})
 
     def _node(self, role: str, index: int) -> Command:
-        num_nodes = self.config.prefill + self.config.decode
-        threads = self.config.threads or threads_per_node(cores(), num_nodes)
+        threads = self.config.threads or cores()
         options = {
             "--model": f"{self.model}",
             "--host": "127.0.0.1",
@@ -135,7 +135,7 @@ class _Commands:
             "--draft-options": self.config.draft_options,
         }
         given = {flag: value for flag, value in options.items() if value}
-        return self._paceline(f"{role}-{index}", [role], given, thread_environment(threads, num_nodes))
+        return self._paceline(f"{role}-{index}", [role], given, thread_environment(threads))
 
     def _paceline(
         self, name: str, command: list[str], options: dict[str, str], extra: dict[str, str]
@@ -147,19 +147,6 @@ class _Commands:
             arguments=[sys.executable, "-m", "deploy.cli", *command, *file, *words],
             environment={"PYTHONUNBUFFERED": "1", **extra},
         )
-
-
-def threads_per_node(num_cores: int, num_nodes: int) -> int:
-    """Of one request only one node computes at a time, so two nodes may share all cores; more may not."""
-    return max(1, num_cores // max(1, num_nodes - 1))
-
-
-def thread_environment(threads: int, num_nodes: int) -> dict[str, str]:
-    """OpenMP settings: a thread that waits gives its core to the other node instead of spinning on it."""
-    settings = {"OMP_NUM_THREADS": f"{threads}", "MKL_NUM_THREADS": f"{threads}"}
-    if num_nodes > 1:
-        settings |= {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
-    return settings
 
 
 def registry_binary() -> Path:

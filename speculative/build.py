@@ -6,11 +6,14 @@ network or which algorithm it builds.
 
 import logging
 import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from engine.cores import Cores, OwnCores, SharedCores
 from engine.facts import EngineFacts
 from engine.kv_cache import KvCache
 from engine.layout import PoolSpec, build_layout
@@ -59,7 +62,8 @@ class BuiltEngine:
 
 def build_engine(settings: EngineSettings) -> BuiltEngine:
     """Load and allocate everything. Raises ValueError naming the setting that cannot work."""
-    torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
+    max_threads = settings.threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(max_threads)
     torch.set_grad_enabled(False)
     proposer = _proposer(settings)
     loaded = load_model(settings.model, dtype=settings.dtype, device=_device(settings.device))
@@ -81,7 +85,14 @@ def build_engine(settings: EngineSettings) -> BuiltEngine:
         chunk_tokens=settings.chunk_tokens,
         reserve_tokens=settings.reserve_tokens,
     )
-    loop = EngineLoop(model=loaded.model, pool=pool, cache=cache, proposer=proposer, limits=limits)
+    loop = EngineLoop(
+        model=loaded.model,
+        pool=pool,
+        cache=cache,
+        proposer=proposer,
+        limits=limits,
+        cores=_cores(max_threads, pool.device),
+    )
     facts = EngineFacts(
         layout=pool.layout,
         address=pool.address,
@@ -119,6 +130,19 @@ def _device(name: str) -> torch.device:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"device must be auto or cpu where there is no CUDA, got {name!r}")
     return torch.device(name)
+
+
+def _cores(max_threads: int, device: torch.device) -> Cores:
+    """Engines on this host that may use the same cores divide them."""
+    if device.type != "cpu" or max_threads == 1:
+        return OwnCores()
+    affinity = "-".join(map(str, sorted(os.sched_getaffinity(0))))
+    file = Path(tempfile.gettempdir()) / f"paceline-cores-{os.getuid()}-{affinity}"
+    try:
+        return SharedCores(file, max_threads=max_threads)
+    except OSError as error:
+        logger.warning("cores are not shared with other engines on this host: %s", error)
+        return OwnCores()
 
 
 def _pool(settings: EngineSettings, loaded: LoadedModel, needs: DraftNeeds) -> PagePool:

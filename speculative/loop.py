@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from engine.batch import ForwardBatch, ForwardOutput, Span
+from engine.cores import Cores, OwnCores
 from engine.errors import OutOfPages
 from engine.kv_cache import KvCache
 from engine.models.model import Model
@@ -48,9 +49,18 @@ class EngineLoop:
     failure to draw it, until `release`: its KV is being sent elsewhere."""
 
     def __init__(
-        self, *, model: Model, pool: PagePool, cache: KvCache, proposer: Proposer, limits: SchedulerLimits
+        self,
+        *,
+        model: Model,
+        pool: PagePool,
+        cache: KvCache,
+        proposer: Proposer,
+        limits: SchedulerLimits,
+        cores: Cores | None = None,
     ) -> None:
+        """`cores` None: every step uses the threads that torch was given."""
         self._model = model
+        self._cores = cores or OwnCores()
         self.pool = pool
         self.cache = cache
         self.proposer = proposer
@@ -109,9 +119,12 @@ class EngineLoop:
         admitted = self.scheduler.admit()
         for request in admitted:
             self._states[request.key] = self._new_state(request)
-        work, preempted = self._plan()
-        if work:
-            self._run(work)
+        if self.scheduler.num_running == 0:
+            return StepResult()
+        with self._cores.step():
+            work, preempted = self._plan()
+            if work:
+                self._run(work)
         progress = tuple(self._settle(item) for item in work)
         return StepResult(progress=progress, admitted=tuple(admitted), preempted=tuple(preempted))
 

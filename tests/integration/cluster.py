@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import msgspec
 
-from deploy.local import thread_environment
 from deploy.processes import Child, Command
+from deploy.threads import thread_environment
 from tests.valkey import free_port, running_valkey
 from wire.channel import ChannelClosed
 from wire.gen.node_pb2 import StatusResponse
@@ -186,7 +186,7 @@ class Cluster:
             Command(
                 name=name,
                 arguments=[sys.executable, "-m", "deploy.cli", command, *flags],
-                environment={"PYTHONUNBUFFERED": "1", **thread_environment(1, 2)},
+                environment={"PYTHONUNBUFFERED": "1", **thread_environment(1)},
             ),
             log=self._log_dir / f"{command}.{name}.log",
         )

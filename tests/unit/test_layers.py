@@ -11,7 +11,11 @@ VALUE_MODULES = {
     "kv_transfer.ids",
     "kv_transfer.messages",
 }
-NODE_SIDE = {"wire/intake.py", "wire/node_app.py"}  # what both nodes share; no router module may reach it
+NODE_SIDE = {
+    "wire/intake.py",
+    "wire/node_app.py",
+    "wire/peering.py",
+}  # what both nodes share; no router module may reach it
 NOT_FOR_THE_ROUTER = ("torch", "transformers", "safetensors", "gguf", "nixl", "triton")
 
 

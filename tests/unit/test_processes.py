@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from deploy.errors import ProcessDied
-from deploy.local import thread_environment, threads_per_node
 from deploy.processes import Child, Command
+from deploy.threads import thread_environment
 
 SLEEP = "import time; time.sleep(600)"
 
@@ -99,13 +99,10 @@ def test_children_die_with_a_parent_that_is_killed(tmp_path: Path, root: Path) -
     assert until_dead(child)
 
 
-@pytest.mark.parametrize(
-    ("num_cores", "num_nodes", "threads"), [(2, 1, 2), (2, 2, 2), (8, 2, 8), (8, 3, 4), (2, 4, 1), (1, 2, 1)]
-)
-def test_nodes_share_the_cores(num_cores: int, num_nodes: int, threads: int) -> None:
-    assert threads_per_node(num_cores, num_nodes) == threads
-
-
-def test_only_a_node_with_neighbours_gives_its_core_away_while_it_waits() -> None:
-    assert thread_environment(2, 1) == {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
-    assert thread_environment(2, 2)["OMP_WAIT_POLICY"] == "passive"
+def test_a_waiting_thread_spins_for_a_moment_and_then_sleeps() -> None:
+    assert thread_environment(2) == {
+        "OMP_NUM_THREADS": "2",
+        "MKL_NUM_THREADS": "2",
+        "OMP_WAIT_POLICY": "passive",
+        "GOMP_SPINCOUNT": "20000",
+    }
