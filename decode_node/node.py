@@ -1,9 +1,8 @@
 """Wires a decode node: settings to engine, engine to core, core to process."""
 
-import asyncio
-
 from decode_node.config import DecodeConfig
 from decode_node.loop import DecodeLoop
+from engine.thread import in_passing_thread
 from kv_transfer.checksums import page_checksum
 from kv_transfer.decode_side import DecodeTransfers
 from speculative.build import BuiltEngine, EngineSettings, build_engine
@@ -13,7 +12,7 @@ from wire.node_config import draft_options
 
 async def run(config: DecodeConfig) -> None:
     """Load, serve, drain on SIGTERM. Raises ValueError for a setting or a model that cannot work."""
-    built = await asyncio.to_thread(build_engine, settings_of(config))
+    built = await in_passing_thread(lambda: build_engine(settings_of(config)))
     facts = facts_of("decode", config, built.facts)
     await serve_node(
         config,

@@ -8,6 +8,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -135,6 +136,16 @@ class StepThread(Generic[CoreT]):
             _set_exception(future, RuntimeError("the engine thread has ended"))
         if crash is not None:
             self._on_crash(crash)
+
+
+async def in_passing_thread(function: Callable[[], ResultT]) -> ResultT:
+    """Run blocking work on a thread that is gone afterwards.
+
+    OpenMP keeps a team for every living thread that ever computed, and once there are more of them than
+    cores its waits no longer spin: every step of the engine thread would pay for the loading of weights.
+    """
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return await asyncio.get_running_loop().run_in_executor(pool, function)
 
 
 def _drop(outputs: list[Any]) -> None:

@@ -1,7 +1,6 @@
 """Wires a prefill node: settings to engine, engine to core, core to process."""
 
-import asyncio
-
+from engine.thread import in_passing_thread
 from kv_transfer.checksums import page_checksum
 from kv_transfer.prefill_side import PrefillTransfers
 from prefill_node.config import PrefillConfig
@@ -13,7 +12,7 @@ from wire.node_config import draft_options
 
 async def run(config: PrefillConfig) -> None:
     """Load, serve, drain on SIGTERM. Raises ValueError for a setting or a model that cannot work."""
-    built = await asyncio.to_thread(build_engine, settings_of(config))
+    built = await in_passing_thread(lambda: build_engine(settings_of(config)))
     await serve_node(
         config,
         facts_of("prefill", config, built.facts),
