@@ -72,7 +72,7 @@ from wire.work import (
     Tokens,
 )
 
-_POLL_S = 0.0005
+_POLL_S = 0.002  # polling takes cores that the prefill node beside us may be computing with
 _IDLE_S = 0.1
 
 

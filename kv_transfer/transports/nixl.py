@@ -55,7 +55,7 @@ from kv_transfer.transports.outbox import CANCELLED, PEER_CLOSED, PEER_UNKNOWN, 
 from kv_transfer.transports.registry import Built, Setup
 
 MAX_UNBOUND_GATES = 8
-PROGRESS_DELAY_US = 500
+PROGRESS_DELAY_US = 100
 
 _NAME_SEPARATOR = "/"
 
