@@ -45,7 +45,7 @@ class UpConfig:
     """Drafting algorithm of every node, such as ngram, or none."""
 
     draft: str = ""
-    """Folder of the draft model, for the algorithms that have one."""
+    """Folder of the draft model, for the algorithms that have one; empty: the bundled model's own, if any."""
 
     draft_options: str = ""
     """Settings of the algorithm, such as "num_steps=4,topk=4"."""

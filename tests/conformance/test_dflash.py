@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from deploy.config import BUNDLED_MODEL
+from deploy.models import bundled_draft
 from engine.attention import TorchAttention
 from engine.batch import ForwardBatch, Span
 from engine.kv_cache import KvCache
@@ -268,8 +270,8 @@ def rotated(x_THD: torch.Tensor, *, first: int) -> torch.Tensor:
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
 
 
-ASSETS = Path(__file__).resolve().parents[3] / "shared" / "assets"
-HEAD, TRACES = ASSETS / "dflash-smollm2-135m", ASSETS / "traces_dflash.json"
+HEAD = bundled_draft(BUNDLED_MODEL, "dflash")
+TRACES = Path(__file__).resolve().parents[1] / "data" / "traces_dflash.json"
 
 
 def in_float32(layer: LayerWeights) -> LayerWeights:
@@ -319,10 +321,6 @@ def trained_engine(proposer: DflashProposer) -> EngineLoop:
 
 @pytest.mark.parametrize("index", range(5))
 def test_recorded_rounds_of_the_trained_head_are_reproduced(index: int) -> None:
-    """Where the trained head is not at hand, the tiny ones answer for the same claim."""
-    if not TRACES.is_file():
-        check_rounds_against_dense(KINDS[index % 2])
-        return
     recorded = json.loads(TRACES.read_text())
     trace = recorded["traces"][index]
     proposer = Watched(DflashConfig(draft=str(HEAD)))

@@ -1,8 +1,4 @@
-"""The recorded drafts of a real EAGLE-3 head for SmolLM2, reproduced round by round in float32.
-
-Head and traces lie in `../shared/assets` beside the source tree: too large to be part of it. Where they are
-missing these tests are skipped, visibly; what they hold on real weights, `test_eagle.py` holds on tiny ones.
-"""
+"""The recorded drafts of the bundled EAGLE-3 head for SmolLM2, reproduced round by round in float32."""
 
 import json
 from collections.abc import Sequence
@@ -12,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from deploy.config import BUNDLED_MODEL
+from deploy.models import bundled_draft
 from engine.kv_cache import KvCache
 from engine.layout import PoolSpec, build_layout
 from engine.loaders import LoadedModel, load_model
@@ -26,18 +24,15 @@ from speculative.proposer import Proposal
 from tests.engines import make_request
 from tests.tiny_models import smollm2_gguf
 
-ASSETS = Path(__file__).resolve().parents[3] / "shared" / "assets"
-HEAD, TRACES = ASSETS / "eagle3-smollm2-135m", ASSETS / "traces_eagle3.json"
+HEAD = bundled_draft(BUNDLED_MODEL, "eagle3")
+TRACES = Path(__file__).resolve().parents[1] / "data" / "traces_eagle3.json"
 
-pytestmark = [
-    pytest.mark.model,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(not TRACES.is_file(), reason=f"no recorded traces at {TRACES}"),
-]
+pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 
 
 def traces() -> list[dict[str, Any]]:
-    return json.loads(TRACES.read_text())["traces"] if TRACES.is_file() else []
+    found: list[dict[str, Any]] = json.loads(TRACES.read_text())["traces"]
+    return found
 
 
 class Recorded(Eagle3Proposer):

@@ -36,3 +36,16 @@ def test_a_conversion_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_an_existing_folder_is_never_written_over(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="folder must not exist yet"):
         models.convert(tmp_path / "a.gguf", tmp_path)
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", "dflash"])
+def test_the_bundled_model_has_a_head_for_these_algorithms(algorithm: str) -> None:
+    folder = Path(models.bundled_draft("SmolLM2", algorithm))
+    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
+
+
+@pytest.mark.parametrize(
+    ("model", "algorithm"), [("/other", "eagle3"), ("smollm2", "ngram"), ("smollm2", "")]
+)
+def test_no_other_model_or_algorithm_has_a_bundled_head(model: str, algorithm: str) -> None:
+    assert models.bundled_draft(model, algorithm) == ""

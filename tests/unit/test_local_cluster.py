@@ -44,6 +44,15 @@ def test_what_up_was_not_told_is_left_to_the_processes() -> None:
         assert (option(node, "--dtype"), option(node, "--transport")) == ("float32", "grpc")
 
 
+def test_the_bundled_head_is_handed_on_unless_another_one_is_named() -> None:
+    for node in commands(UpConfig(algorithm="eagle3")).nodes():
+        assert Path(option(node, "--draft")).name == "eagle3-smollm2-135m"
+    for node in commands(UpConfig(algorithm="eagle3", draft="/mine")).nodes():
+        assert option(node, "--draft") == "/mine"
+    for node in commands(UpConfig(algorithm="eagle3", model="/other")).nodes():
+        assert "--draft" not in node.arguments
+
+
 def test_the_file_is_handed_on_to_every_process() -> None:
     made = commands(UpConfig(), file=Path("/c.toml"))
     for command in (*made.nodes(), made.router(1, 2)):
