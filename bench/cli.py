@@ -9,6 +9,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from bench.config import ClusterBench
+from bench.spec_config import SpecBench
 
 app = App(name="bench", help="Measure a cluster, or any OpenAI server.")
 
@@ -21,6 +22,14 @@ def cluster(settings: Annotated[ClusterBench, Parameter(name="*")] = ClusterBenc
     next to each other.
     """
     from bench.cluster import run
+
+    asyncio.run(run(settings))
+
+
+@app.command
+def spec(settings: Annotated[SpecBench, Parameter(name="*")]) -> None:
+    """Measure what drafting gains: prompts by category, one stream, each algorithm next to plain decoding."""
+    from bench.spec import run
 
     asyncio.run(run(settings))
 
