@@ -72,7 +72,7 @@ class SpecBench:
 
 
 def contenders(text: str) -> tuple[Contender, ...]:
-    """Plain decoding first, then the others as named. Raises ValueError for what is not NAME:KEY=N+KEY=N."""
+    """Plain decoding first, then the others as named. Raises ValueError for what is not NAME:KEY=VALUE+KEY=VALUE."""
     found = [_contender(word.strip()) for word in text.split(",") if word.strip()]
     labels = [one.label for one in found]
     if len(set(labels)) != len(labels):
@@ -84,12 +84,12 @@ def contenders(text: str) -> tuple[Contender, ...]:
 
 
 def _contender(word: str) -> Contender:
-    """`draft=FOLDER` is an option too; every other value is a whole number."""
+    """Whole numbers become int. The folder of a head is an option too: draft=FOLDER."""
     algorithm, _, rest = word.partition(":")
     options: dict[str, object] = {}
     for part in rest.split("+") if rest else ():
         name, _, value = part.partition("=")
-        if not (algorithm and name and (value.isdigit() or (name == "draft" and value))):
-            raise ValueError(f"algorithms must look like NAME:KEY=NUMBER+KEY=NUMBER, got {word!r}")
+        if not (algorithm and name and value):
+            raise ValueError(f"algorithms must look like NAME:KEY=VALUE+KEY=VALUE, got {word!r}")
         options[name] = int(value) if value.isdigit() else value
     return Contender(label=word, algorithm=algorithm, options=options)
