@@ -22,6 +22,7 @@ from engine.pool import PagePool
 from engine.scheduler import SchedulerLimits
 from speculative.loop import EngineLoop
 from speculative.null import NullConfig, NullProposer
+from speculative.policy import OPTIONS, DraftPolicy, policy_of
 from speculative.proposer import DraftNeeds, Proposer
 from speculative.registry import create_proposer, options_of
 
@@ -33,7 +34,7 @@ class EngineSettings:
     """What an engine is built from; the node configurations say what each value means.
 
     draft: path of the draft model, for the algorithms that have one.
-    draft_options: the algorithm's own settings.
+    draft_options: the algorithm's own settings, and the `OPTIONS` of `speculative.policy`.
     is_prefill_only: the engine never drafts, so an algorithm that needs nothing of the prompt is not built.
     """
 
@@ -66,6 +67,7 @@ def build_engine(settings: EngineSettings) -> BuiltEngine:
     torch.set_num_threads(max_threads)
     torch.set_grad_enabled(False)
     proposer = _proposer(settings)
+    policy = _policy(settings, proposer)
     loaded = load_model(settings.model, dtype=settings.dtype, device=_device(settings.device))
     config = loaded.config
     max_model_len = settings.max_model_len or config.max_model_len
@@ -92,6 +94,7 @@ def build_engine(settings: EngineSettings) -> BuiltEngine:
         proposer=proposer,
         limits=limits,
         cores=_cores(max_threads, pool.device),
+        policy=policy,
     )
     facts = EngineFacts(
         layout=pool.layout,
@@ -118,10 +121,17 @@ def _proposer(settings: EngineSettings) -> Proposer:
         raise ValueError(f"draft must be empty for algorithm {settings.algorithm!r}, got {settings.draft!r}")
     if "draft" in known and not settings.draft:
         raise ValueError(f"draft must be set for algorithm {settings.algorithm!r}: it needs a draft model")
-    proposer = create_proposer(settings.algorithm, {**given, **settings.draft_options})
+    own = {name: value for name, value in settings.draft_options.items() if name not in OPTIONS}
+    proposer = create_proposer(settings.algorithm, {**given, **own})
     if settings.is_prefill_only and not proposer.needs.prefill_identity:
         return NullProposer(NullConfig())
     return proposer
+
+
+def _policy(settings: EngineSettings, proposer: Proposer) -> DraftPolicy:
+    if settings.is_prefill_only:
+        return DraftPolicy()  # both nodes of a pair may be given the same settings
+    return policy_of(settings.draft_options, max_draft_tokens=proposer.needs.max_draft_tokens)
 
 
 def _device(name: str) -> torch.device:

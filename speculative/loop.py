@@ -21,10 +21,13 @@ from engine.request import Request
 from engine.sampling import NO_TOKEN, Row, draw
 from engine.sampling_state import SamplingState
 from engine.scheduler import Scheduler, SchedulerLimits
-from speculative.accept import truncate, walk
+from speculative.accept import truncate
+from speculative.policy import DraftPolicy, FixedBudget
 from speculative.progress import LoopCounters, Progress, StepResult
 from speculative.proposer import Advance, Proposal, Proposer, Seed
 from speculative.tree import Tree, build
+
+_EXACT = DraftPolicy()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,6 +60,7 @@ class EngineLoop:
         proposer: Proposer,
         limits: SchedulerLimits,
         cores: Cores | None = None,
+        policy: DraftPolicy = _EXACT,
     ) -> None:
         """`cores` None: every step uses the threads that torch was given."""
         self._model = model
@@ -66,7 +70,11 @@ class EngineLoop:
         self.proposer = proposer
         proposer.bind(model, pool)
         self.scheduler = Scheduler(cache, limits)
-        self.counters = LoopCounters(accepted_at=[0] * proposer.needs.max_draft_tokens)
+        max_draft_tokens = proposer.needs.max_draft_tokens
+        self._budget = policy.budget or FixedBudget(max_draft_tokens)
+        self._limit = 0  # of the round in hand
+        self._accept = policy.accept
+        self.counters = LoopCounters(accepted_at=[0] * max_draft_tokens, is_simulated=policy.is_simulated)
         self._states: dict[Hashable, SamplingState] = {}
         self._hold: set[Hashable] = set()
         self._held: dict[Hashable, Request] = {}
@@ -133,7 +141,10 @@ class EngineLoop:
     def _plan(self) -> tuple[list[_Work], list[Request]]:
         preempted: list[Request] = []
         limits: dict[Request, int] = {}
-        for request in self.scheduler.decoding():
+        decoding = self.scheduler.decoding()
+        if decoding:
+            self._limit = self.counters.draft_limit = self._budget.start(len(decoding))
+        for request in decoding:
             if request not in preempted:
                 limits[request] = self._fit(request, preempted)
         limits = {request: limit for request, limit in limits.items() if request not in preempted}
@@ -149,7 +160,7 @@ class EngineLoop:
     def _draft_limit(self, request: Request) -> int:
         """A round emits at least one token, so one of those still wanted is never worth drafting."""
         remaining = request.sampling.max_tokens - request.num_outputs
-        return min(self.proposer.needs.max_draft_tokens, remaining - 1)
+        return min(self._limit, remaining - 1)
 
     def _fit(self, request: Request, preempted: list[Request]) -> int:
         """Find slots for root and drafts; returns how many tokens may be drafted.
@@ -222,6 +233,13 @@ class EngineLoop:
             item.advance for item in work if item.advance and item.progress and not item.progress.error
         ]
         self.proposer.observe(advances, output)
+        self._finish_rounds(work)
+
+    def _finish_rounds(self, work: list[_Work]) -> None:
+        accepted = [item.progress.num_accepted for item in work if item.tree is not None and item.progress]
+        if accepted:
+            self._budget.finish(accepted)
+            self.counters.draft_limit_switches = self._budget.num_switches
 
     def _draw(self, work: list[_Work], output: ForwardOutput) -> None:
         rows: list[Row] = []
@@ -261,7 +279,7 @@ class EngineLoop:
     def _advance_round(self, item: _Work, tree: Tree) -> list[tuple[int, int]]:
         """Accept, commit, and return the KV rows to move, as (source slot, target slot) of the pool."""
         request = item.request
-        accepted = walk(tree, item.drawn)
+        accepted = self._accept(tree, item.drawn)
         base = request.num_committed
         moves = [
             (self._slot(request, base + node), self._slot(request, base + depth))

@@ -43,6 +43,9 @@ class LoopCounters:
     accepted: int = 0
     rounds: int = 0
     preemptions: int = 0
+    draft_limit: int = 0  # of the last round
+    draft_limit_switches: int = 0
+    is_simulated: bool = False  # drafts stand whatever the target says
     accepted_at: list[int] = field(default_factory=list)  # [i]: rounds that accepted more than i drafts
 
     def as_dict(self) -> dict[str, float]:
@@ -54,6 +57,9 @@ class LoopCounters:
             "drafted_tokens": self.drafted,
             "accepted_tokens": self.accepted,
             "preemptions": self.preemptions,
+            "draft_limit": self.draft_limit,
+            "draft_limit_switches": self.draft_limit_switches,
+            "simulated_acceptance": self.is_simulated,
         }
         per_position = {f"accepted_at_{i}": count for i, count in enumerate(self.accepted_at)}
         return {name: float(count) for name, count in (counts | per_position).items()}

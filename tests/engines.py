@@ -16,6 +16,7 @@ from engine.request import Request
 from engine.scheduler import SchedulerLimits
 from speculative.loop import EngineLoop
 from speculative.null import NullConfig, NullProposer
+from speculative.policy import DraftPolicy
 from speculative.progress import Progress
 from speculative.proposer import Proposer
 from tests.tiny_models import save_tiny
@@ -41,6 +42,7 @@ def make_engine(
     page_size: int = 4,
     device: str = "cpu",
     model: Model | None = None,
+    policy: DraftPolicy | None = None,
     **limits: int,
 ) -> EngineLoop:
     """`limits` are fields of SchedulerLimits; `model` stands in for the tiny one that it is like."""
@@ -66,6 +68,7 @@ def make_engine(
             lookahead=proposer.needs.num_lookahead_tokens,
         ),
         proposer=proposer,
+        policy=policy or DraftPolicy(),
         limits=SchedulerLimits(**{"max_running": 16, "chunk_tokens": 64, **limits}),
     )
 

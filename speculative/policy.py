@@ -1,0 +1,109 @@
+"""How much a round drafts and what of it stands, whatever the algorithm: the loop's own two choices.
+
+Owns the settings of these choices, which stand among the algorithm's. Must never know an algorithm.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from speculative.accept import Acceptance, walk
+from speculative.adaptive import DEFAULT_SLOTS, AdaptiveBudget, AdaptiveConfig
+from speculative.simulate import SimulatedAcceptance
+from speculative.tree import Tree
+
+logger = logging.getLogger(__name__)
+
+OPTIONS = frozenset({"budget", "budget_slots", "simulate_acceptance"})
+
+Accept = Callable[[Tree, Sequence[int]], Acceptance]
+
+
+class DraftBudget(Protocol):
+    """The most tokens a request may draft, decided anew for every round."""
+
+    @property
+    def num_switches(self) -> int: ...
+
+    def start(self, num_requests: int) -> int:
+        """The limit of the round that begins, for each of its requests (at least one)."""
+        ...
+
+    def finish(self, num_accepted: Sequence[int]) -> None:
+        """How many drafts stood in the round started last, of each request verified."""
+        ...
+
+
+class FixedBudget:
+    """Always the same limit; the proposer has its own besides."""
+
+    num_switches = 0
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+
+    def start(self, num_requests: int) -> int:  # noqa: ARG002 - part of the seam
+        return self._limit
+
+    def finish(self, num_accepted: Sequence[int]) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftPolicy:
+    """budget: None for as much as the algorithm may draft. accept: any rule but `walk` changes the text."""
+
+    budget: DraftBudget | None = None
+    accept: Accept = field(default=walk)
+    is_simulated: bool = False
+
+
+def policy_of(options: Mapping[str, object], *, max_draft_tokens: int) -> DraftPolicy:
+    """Read the `OPTIONS` among the given ones. Raises ValueError naming the one that cannot work."""
+    budget = _budget(options, max_draft_tokens)
+    mean = _simulated_mean(options.get("simulate_acceptance", 0), max_draft_tokens)
+    if not mean:
+        return DraftPolicy(budget=budget)
+    logger.warning(
+        "simulate_acceptance=%g is on: drafts are accepted whatever the model says. EVERY TEXT IS WRONG."
+        " For load tests only.",
+        mean,
+    )
+    return DraftPolicy(budget=budget, accept=SimulatedAcceptance(mean), is_simulated=True)
+
+
+def _budget(options: Mapping[str, object], max_draft_tokens: int) -> DraftBudget | None:
+    kind = options.get("budget", "fixed")
+    if kind not in ("fixed", "adaptive"):
+        raise ValueError(f"budget must be fixed or adaptive, got {kind!r}")
+    if kind == "fixed":
+        if "budget_slots" in options:
+            raise ValueError(
+                f"budget_slots must be left out unless budget is adaptive, got {options['budget_slots']!r}"
+            )
+        return None
+    slots = _slots(str(options["budget_slots"])) if "budget_slots" in options else DEFAULT_SLOTS
+    return AdaptiveBudget(AdaptiveConfig(start=max_draft_tokens, max_tokens=max_draft_tokens, slots=slots))
+
+
+def _slots(text: str) -> dict[int, tuple[int, ...]]:
+    """ "1:0/1/3;8:0/1" as {1: (0, 1, 3), 8: (0, 1)}."""
+    try:
+        pairs = [part.split(":") for part in text.split(";")]
+        return {int(size): tuple(int(limit) for limit in limits.split("/")) for size, limits in pairs}
+    except ValueError:
+        raise ValueError(f"budget_slots must be like 1:0/1/3;8:0/1, got {text!r}") from None
+
+
+def _simulated_mean(value: object, max_draft_tokens: int) -> float:
+    try:
+        mean = float(str(value))
+    except ValueError:
+        mean = -1.0
+    if not 0 <= mean <= max_draft_tokens:
+        raise ValueError(
+            "simulate_acceptance must be a number in [0, what the algorithm may draft,"
+            f" {max_draft_tokens}], got {value!r}"
+        )
+    return mean
