@@ -72,7 +72,7 @@ class SpecBench:
 
 
 def contenders(text: str) -> tuple[Contender, ...]:
-    """Plain decoding first, then the others as named. Raises ValueError for what is not NAME:KEY=VALUE+KEY=VALUE."""
+    """Plain decoding first, then the others as named: NAME:KEY=VALUE+KEY=VALUE. Raises ValueError."""
     found = [_contender(word.strip()) for word in text.split(",") if word.strip()]
     labels = [one.label for one in found]
     if len(set(labels)) != len(labels):
