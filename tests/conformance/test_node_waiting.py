@@ -26,7 +26,7 @@ def test_a_request_that_waits_for_an_event_of_the_host_keeps_no_node_awake() -> 
     pair.connect()
     for _ in range(2):
         pair.step()
-    assert waits(pair) == (0.0005, 0.0005)  # bytes are under way
+    assert waits(pair) == (0.0005, 0.002)  # bytes are under way
     pair.run()
     assert pair.ends(tid) == ("handed_over", "length")
     assert waits(pair) == (0.1, 0.1)
