@@ -67,7 +67,8 @@ class DecodeConfig:
     """Check every received page against the sender's checksum."""
 
     algorithm: str = "ngram"
-    """Drafting algorithm: "ngram", or "none" for plain decoding. Must be equal on both nodes of a pair."""
+    """Drafting algorithm: "ngram", "none" for plain decoding, or a plugin as package.module:factory.
+    Must be equal on both nodes of a pair."""
 
     draft: str = ""
     """Folder of the draft model, for the algorithms that have one. Must be equal on both nodes of a pair."""

@@ -1,5 +1,7 @@
 """The catalogue of speculative algorithms: one line each, and the only place that lists them.
 
+Algorithms from outside are named by where they are (`speculative.plugins`).
+
 Must never know what an algorithm does with its options.
 """
 
@@ -15,6 +17,7 @@ from speculative.eagle3 import Eagle3Config, Eagle3Proposer
 from speculative.mtp import MtpConfig, create_mtp
 from speculative.ngram import NgramConfig, NgramProposer
 from speculative.null import NullConfig, NullProposer
+from speculative.plugins import check_proposer, is_plugin, load_factory
 from speculative.proposer import Proposer
 from speculative.standalone import StandaloneConfig, StandaloneProposer
 
@@ -56,7 +59,22 @@ def options_of(name: str) -> frozenset[str]:
 
 
 def _algorithm(name: str) -> Algorithm:
+    if is_plugin(name):
+        return _plugin(name)
     algorithm = CATALOGUE.get(name)
     if algorithm is None:
-        raise ValueError(f"speculative algorithm must be one of {sorted(CATALOGUE)}, got {name!r}")
+        raise ValueError(
+            f"speculative algorithm must be one of {sorted(CATALOGUE)} or package.module:factory,"
+            f" got {name!r}"
+        )
     return algorithm
+
+
+def _plugin(name: str) -> Algorithm:
+    """The factory is both: it makes the proposer from the options, which is then checked and passed on."""
+
+    def checked(made: Proposer) -> Proposer:
+        check_proposer(name, made)
+        return made
+
+    return Algorithm(load_factory(name), checked)
