@@ -64,8 +64,8 @@ def _algorithm(name: str) -> Algorithm:
     algorithm = CATALOGUE.get(name)
     if algorithm is None:
         raise ValueError(
-            f"speculative algorithm must be one of {sorted(CATALOGUE)} or package.module:factory,"
-            f" got {name!r}"
+            f"speculative algorithm must be one of {sorted(CATALOGUE)}, got {name!r}"
+            " (a plugin is named as package.module:factory)"
         )
     return algorithm
 

@@ -65,7 +65,7 @@ def test_a_plugins_options_are_the_parameters_of_its_factory() -> None:
         ("docs.plugin_example:Nothing", "docs.plugin_example has no such function or class 'Nothing'"),
         ("docs.plugin_example:", "has no such function or class ''"),
         ("builtins:dict", "a factory whose parameters can be read, got 'builtins:dict'"),
-        ("docs.plugin_example", "must be one of .* or package.module:factory, got"),
+        ("docs.plugin_example", "must be one of .*, got .*a plugin is named as package.module:factory"),
     ],
 )
 def test_what_cannot_be_loaded_is_refused_by_name(name: str, message: str) -> None:
