@@ -62,11 +62,13 @@ class Scheduler:
     def has_room(self, request: Request, num_pages: int, *, others: Sequence[Request]) -> bool:
         """May `request` take `num_pages` now, given the growth of what runs and of `others`?
 
-        With nobody else about, whatever fits is granted.
+        With nobody else about, whatever fits is granted; with `max_running` of them, nothing.
         """
         rivals = [*self._running.values(), *others]
         if not rivals:
             return num_pages <= self._cache.num_available
+        if len(rivals) >= self._limits.max_running:
+            return False
         growth = sum(map(self.growth_pages, [request, *rivals]))
         return num_pages + growth <= self._cache.num_available
 
@@ -87,7 +89,7 @@ class Scheduler:
         """Move waiting requests to the running ones while pages for their prompts are there."""
         admitted: list[Request] = []
         for key, request in list(self._waiting.items()):
-            if len(self._running) >= self._limits.max_running or not self._try_admit(request):
+            if not self._try_admit(request):
                 break
             del self._waiting[key]
             self._running[key] = request

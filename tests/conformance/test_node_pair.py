@@ -209,6 +209,19 @@ def test_more_work_than_pages_waits_and_finishes() -> None:
     assert pair.is_at_rest()
 
 
+def test_no_more_requests_decode_at_once_than_max_running() -> None:
+    pair = NodePair(decode_options={"max_running": 2}, prefill_options={"num_pages": 400})
+    tids = [pair.submit(f"r{i}", prompt_of(30, seed=i), max_tokens=8) for i in range(5)]
+    most = 0
+    while not (pair.prefill.status().is_idle and pair.decode.status().is_idle):
+        pair.step()
+        most = max(most, pair.decode.status().load.running)
+    assert most == 2
+    for i, tid in enumerate(tids):
+        assert tuple(pair.tokens(tid)) == reference(tuple(prompt_of(30, seed=i)), 8)
+    assert pair.is_at_rest()
+
+
 def test_expired_request_fails_on_both_sides_and_frees_its_pages() -> None:
     pair = NodePair(prefill_options={"chunk_tokens": 16})
     tid = pair.submit("r", prompt_of(50), max_tokens=40, deadline_s=0.1)
