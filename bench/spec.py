@@ -24,6 +24,7 @@ from engine.request import Request
 from router.text.model_text import ModelText
 from speculative.build import BuiltEngine, EngineSettings, build_engine
 from speculative.progress import Progress
+from wire.node_config import draft_options
 
 WARM_UP = "Say hello to the riders of the club."
 WARM_UP_TOKENS = 8
@@ -72,7 +73,9 @@ def by_category(path: Path, *, most: int) -> dict[str, list[str]]:
 
 
 def engine_settings(settings: SpecBench, contender: Contender, folder: Path) -> EngineSettings:
+    """Without options of its own, a bundled head drafts in the shape in which a cluster would use it."""
     options = dict(contender.options)
+    options = options or draft_options(models.bundled_draft_options(settings.model, contender.algorithm))
     draft = options.pop("draft", "") or models.bundled_draft(settings.model, contender.algorithm)
     return EngineSettings(
         model=str(folder),

@@ -85,7 +85,8 @@ def contenders(text: str) -> tuple[Contender, ...]:
 
 def _contender(word: str) -> Contender:
     """Whole numbers become int. The folder of a head is an option too: draft=FOLDER."""
-    algorithm, _, rest = word.partition(":")
+    head, _, tail = word.rpartition(":")
+    algorithm, rest = (head, tail) if "=" in tail else (word, "")  # module:factory is an algorithm too
     options: dict[str, object] = {}
     for part in rest.split("+") if rest else ():
         name, _, value = part.partition("=")

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 BUNDLED_MODEL = "smollm2"
+DEMO_ALGORITHM = "eagle3"
+"""The fastest on chat prompts to the bundled model; docs/benchmarks.md has the numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +50,7 @@ class UpConfig:
     """Folder of the draft model, for the algorithms that have one; empty: the bundled model's own, if any."""
 
     draft_options: str = ""
-    """Settings of the algorithm, such as "num_steps=4,topk=4"."""
+    """Settings of the algorithm, such as "num_steps=4,topk=4"; empty: those of a bundled head."""
 
     threads: int = 0
     """Threads of each node's engine; 0: chosen from the cores available and the number of nodes."""

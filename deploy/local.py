@@ -122,6 +122,7 @@ class _Commands:
 
     def _node(self, role: str, index: int) -> Command:
         threads = self.config.threads or cores()
+        draft, draft_options = self._draft()
         options = {
             "--model": f"{self.model}",
             "--host": "127.0.0.1",
@@ -131,11 +132,19 @@ class _Commands:
             "--dtype": self.config.dtype,
             "--transport": self.config.transport,
             "--algorithm": self.config.algorithm,
-            "--draft": self.config.draft or models.bundled_draft(self.config.model, self.config.algorithm),
-            "--draft-options": self.config.draft_options,
+            "--draft": draft,
+            "--draft-options": draft_options,
         }
         given = {flag: value for flag, value in options.items() if value}
         return self._paceline(f"{role}-{index}", [role], given, thread_environment(threads))
+
+    def _draft(self) -> tuple[str, str]:
+        """The head that comes with the model where the user named none, and its shape likewise."""
+        config = self.config
+        if config.draft:
+            return config.draft, config.draft_options
+        options = config.draft_options or models.bundled_draft_options(config.model, config.algorithm)
+        return models.bundled_draft(config.model, config.algorithm), options
 
     def _paceline(
         self, name: str, command: list[str], options: dict[str, str], extra: dict[str, str]

