@@ -9,7 +9,7 @@ import sys
 
 from deploy.chat import ask
 from deploy.client import ChatClient
-from deploy.config import ChatConfig, UpConfig
+from deploy.config import DEMO_ALGORITHM, ChatConfig, UpConfig
 from deploy.errors import DeployError
 from deploy.local import local_cluster
 from deploy.terminal import Terminal
@@ -22,7 +22,8 @@ async def run(prompt: str, *, max_tokens: int) -> None:
     """The whole demonstration. Raises DeployError."""
     terminal = Terminal()
     async with stop_on_signal():
-        async with local_cluster(UpConfig(port=0, grpc_port=0), report=terminal.note) as cluster:
+        config = UpConfig(port=0, grpc_port=0, algorithm=DEMO_ALGORITHM)
+        async with local_cluster(config, report=terminal.note) as cluster:
             client = ChatClient(cluster.base_url)
             try:
                 terminal.line(f"\n> {prompt}\n")
