@@ -10,6 +10,7 @@ from cyclopts import App, Parameter
 
 from bench.config import ClusterBench
 from bench.spec_config import SpecBench
+from deploy.threads import prepare
 
 app = App(name="bench", help="Measure a cluster, or any OpenAI server.")
 
@@ -29,6 +30,7 @@ def cluster(settings: Annotated[ClusterBench, Parameter(name="*")] = ClusterBenc
 @app.command
 def spec(settings: Annotated[SpecBench, Parameter(name="*")]) -> None:
     """Measure what drafting gains: prompts by category, one stream, each algorithm next to plain decoding."""
+    prepare(settings.threads)
     from bench.spec import run
 
     asyncio.run(run(settings))
