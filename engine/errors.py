@@ -1,8 +1,7 @@
 """Errors of the engine.
 
 EngineError
-├── OutOfPages        the pool cannot give that many pages now; the caller waits or preempts
-└── UnknownRequest    a key the engine does not hold
+└── OutOfPages        the pool cannot give that many pages now; the caller waits or preempts
 """
 
 
@@ -13,7 +12,3 @@ class EngineError(Exception):
 class OutOfPages(EngineError):
     def __init__(self, *, wanted: int, available: int) -> None:
         super().__init__(f"{wanted} pages wanted, {available} available")
-
-
-class UnknownRequest(EngineError):
-    pass
