@@ -243,7 +243,10 @@ def test_nothing_of_a_closed_peer_is_written_and_it_learns_so(bench: Bench) -> N
     idle(bench, (writer, receiver))
     assert is_clean(receiver)
     assert receiver.events == []
-    assert [event.handle for event in writer.of_type(WriteFailed)] == handles
+    failed = [event.handle for event in writer.of_type(WriteFailed)]
+    assert (
+        sorted(failed, key=lambda handle: handle.number) == handles
+    )  # each once; which is noticed first is open
     assert [event.peer for event in writer.of_type(PeerGone)] == [receiver.incarnation]
 
 
