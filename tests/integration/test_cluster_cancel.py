@@ -115,7 +115,7 @@ async def test_those_who_stay_get_their_text(four_pairs: FourPairs, reference: R
         ("decode", "output_tokens", 20),
     ):
         arrived = await grown(four_pairs, role, fact, by)
-        prompt = long_prompt(240, seed=by)
+        prompt = long_prompt(1000, seed=by)  # alone reaches any of these counts: copies may be cached
         async with client(four_pairs, is_stream=True, n=4, prompt=prompt):
             await eventually(arrived, within_s=PHASE_S)
     answer = await staying
