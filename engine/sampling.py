@@ -16,7 +16,7 @@ import torch
 
 from engine.distribution import Filters, pick, weights
 from engine.params import SamplingParams, TokenLogprob
-from engine.randomness import TARGET_STREAM, uniforms
+from engine.randomness import TARGET_STREAM, Coins, uniforms
 from engine.sampling_state import SamplingState
 
 # What `Drawn.token_ids` holds for a row in `Drawn.errors`. Equals no token, so no draft is accepted there.
@@ -45,30 +45,60 @@ class Drawn:
     errors: dict[int, str]
 
 
-def draw(logits_RV: torch.Tensor, rows: Sequence[Row], *, allowed_RV: torch.Tensor | None = None) -> Drawn:
+def draw(
+    logits_RV: torch.Tensor,
+    rows: Sequence[Row],
+    *,
+    allowed_RV: torch.Tensor | None = None,
+    coins: Coins = uniforms,
+) -> Drawn:
     """Draw one token per row from float32 logits `[R, V]`, which stay as they are.
 
     Rows of one request must be neighbours. `allowed_RV`, bool, forbids the tokens where it is False.
     Greedy takes the best score, the lowest id among equals. Waits for the device once per kind of draw.
     """
     scores_RV = _adjusted(logits_RV, rows, allowed_RV)
-    greedy = [i for i, row in enumerate(rows) if _takes_best(row.state.params)]
+    greedy = [i for i, row in enumerate(rows) if takes_best(row.state.params)]
     if len(greedy) == len(rows):
         token_ids = _best(scores_RV)
     elif not greedy:
-        token_ids = _sample(scores_RV, rows)
+        token_ids = _sample(scores_RV, rows, coins)
     else:
         token_ids = [NO_TOKEN] * len(rows)
-        sampled = [i for i, row in enumerate(rows) if not _takes_best(row.state.params)]
+        sampled = [i for i, row in enumerate(rows) if not takes_best(row.state.params)]
         _scatter(token_ids, greedy, _best(scores_RV[greedy]))
-        _scatter(token_ids, sampled, _sample(scores_RV[sampled], [rows[i] for i in sampled]))
+        _scatter(token_ids, sampled, _sample(scores_RV[sampled], [rows[i] for i in sampled], coins))
     return Drawn(
         token_ids=token_ids,
-        logprobs=_logprobs(logits_RV, rows, token_ids),
+        logprobs=logprobs_of(logits_RV, rows, token_ids),
         errors={
-            i: _no_token_reason(scores_RV[i]) for i, token_id in enumerate(token_ids) if token_id == NO_TOKEN
+            i: no_token_reason(scores_RV[i]) for i, token_id in enumerate(token_ids) if token_id == NO_TOKEN
         },
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Law:
+    """The law `draw` draws from: adjusted scores, and unnormalised probabilities (NaN: see `weights`)."""
+
+    scores_RV: torch.Tensor
+    weights_RV: torch.Tensor
+
+
+def law_of(logits_RV: torch.Tensor, rows: Sequence[Row], *, allowed_RV: torch.Tensor | None = None) -> Law:
+    """As `draw`, without drawing, for rows none of which `takes_best`."""
+    scores_RV = _adjusted(logits_RV, rows, allowed_RV)
+    params = [row.state.params for row in rows]
+    return Law(scores_RV=scores_RV, weights_RV=weights(scores_RV, filters_of(params, scores_RV.device)))
+
+
+def draw_from(
+    weights_RV: torch.Tensor, *, seeds: Sequence[int], positions: Sequence[int], coins: Coins
+) -> list[int]:
+    """The token each row's target emits at its position, by the coin `draw` would use there."""
+    coins_R = coins(seeds, positions, TARGET_STREAM)
+    ids: list[int] = pick(weights_RV, coins_R.to(weights_RV.device)).tolist()
+    return ids
 
 
 def _adjusted(logits_RV: torch.Tensor, rows: Sequence[Row], allowed_RV: torch.Tensor | None) -> torch.Tensor:
@@ -86,7 +116,8 @@ def _adjusted(logits_RV: torch.Tensor, rows: Sequence[Row], allowed_RV: torch.Te
     return scores_RV
 
 
-def _takes_best(params: SamplingParams) -> bool:
+def takes_best(params: SamplingParams) -> bool:
+    """Whether the token is the likeliest one whatever the coin."""
     return params.is_greedy or params.top_k == 1
 
 
@@ -96,21 +127,27 @@ def _best(scores_RV: torch.Tensor) -> list[int]:
     return ids
 
 
-def _sample(scores_RV: torch.Tensor, rows: Sequence[Row]) -> list[int]:
-    device = scores_RV.device
-    params = [row.state.params for row in rows]
-    filters = Filters(
+def filters_of(params: Sequence[SamplingParams], device: torch.device) -> Filters:
+    """What the requests of the rows ask for, one entry per row."""
+    return Filters(
         temperature_R=torch.tensor([p.temperature for p in params], dtype=torch.float64, device=device),
         min_p_R=torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device),
         top_k_R=torch.tensor([p.top_k for p in params], dtype=torch.int64, device=device),
         top_p_R=torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device),
     )
-    coins_R = uniforms([p.seed for p in params], [row.position for row in rows], TARGET_STREAM)
-    ids: list[int] = pick(weights(scores_RV, filters), coins_R.to(device)).tolist()
-    return ids
 
 
-def _logprobs(
+def _sample(scores_RV: torch.Tensor, rows: Sequence[Row], coins: Coins) -> list[int]:
+    params = [row.state.params for row in rows]
+    return draw_from(
+        weights(scores_RV, filters_of(params, scores_RV.device)),
+        seeds=[p.seed for p in params],
+        positions=[row.position for row in rows],
+        coins=coins,
+    )
+
+
+def logprobs_of(
     logits_RV: torch.Tensor, rows: Sequence[Row], token_ids: Sequence[int]
 ) -> list[TokenLogprob | None]:
     """log_softmax of the model's own logits, before anything the request asks for (vLLM's default)."""
@@ -134,7 +171,8 @@ def _most_likely(logprobs_V: torch.Tensor, num_top: int) -> tuple[tuple[int, flo
     return tuple(pair for pair in ranked[:num_top] if pair[1] > -torch.inf)
 
 
-def _no_token_reason(scores_V: torch.Tensor) -> str:
+def no_token_reason(scores_V: torch.Tensor) -> str:
+    """Why nothing can be drawn from such scores."""
     if bool(scores_V.isnan().any()) or bool(scores_V.isposinf().any()):
         return "the model returned a NaN or infinite logit"
     return "no token is possible: all are forbidden"

@@ -5,8 +5,8 @@ Owns the requests of one engine from arrival to release. Must never know of peer
 nor the name of an algorithm.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable
+from dataclasses import dataclass
 
 import torch
 
@@ -18,7 +18,7 @@ from engine.models.model import Model
 from engine.params import TokenLogprob
 from engine.pool import PagePool
 from engine.request import Request
-from engine.sampling import NO_TOKEN, Row, draw
+from engine.sampling import NO_TOKEN
 from engine.sampling_state import SamplingState
 from engine.scheduler import Scheduler, SchedulerLimits
 from speculative.accept import truncate
@@ -26,24 +26,32 @@ from speculative.policy import DraftPolicy, FixedBudget
 from speculative.progress import LoopCounters, Progress, StepResult
 from speculative.proposer import Advance, Proposal, Proposer, Seed
 from speculative.tree import Tree, build
+from speculative.verify import Drafted, Verdict
 
 _EXACT = DraftPolicy()
 
 
 @dataclass(slots=True, kw_only=True)
 class _Work:
-    """One request's part of a forward. `tree` None: a chunk of its prompt."""
+    """One request's part of a forward.
+
+    tree: what is verified: root and drafts, or where a prompt ends its last token; None within a prompt.
+    verdict: once there are logits, of what has a tree.
+    """
 
     request: Request
     span: Span
     tree: Tree | None
     rows: tuple[int, int]
-    is_prompt_end: bool = False
+    is_prompt: bool
+    q_KV: torch.Tensor | None = None
+    verdict: Verdict | None = None
     progress: Progress | None = None
     advance: Advance | None = None
-    drawn: Sequence[int] = ()
-    logprobs: Sequence[TokenLogprob | None] = ()
-    errors: Mapping[int, str] = field(default_factory=dict)  # by node
+
+    @property
+    def is_prompt_end(self) -> bool:
+        return self.is_prompt and self.tree is not None
 
 
 class EngineLoop:
@@ -73,7 +81,7 @@ class EngineLoop:
         max_draft_tokens = proposer.needs.max_draft_tokens
         self._budget = policy.budget or FixedBudget(max_draft_tokens)
         self._limit = 0  # of the round in hand
-        self._accept = policy.accept
+        self._verify = policy.verify
         self.counters = LoopCounters(accepted_at=[0] * max_draft_tokens, is_simulated=policy.is_simulated)
         self._states: dict[Hashable, SamplingState] = {}
         self._hold: set[Hashable] = set()
@@ -198,7 +206,7 @@ class EngineLoop:
             logit_rows=range(tree.num_nodes),
             parents=tree.span_parents,
         )
-        return _Work(request=request, span=span, tree=tree, rows=(0, 0))
+        return _Work(request=request, span=span, tree=tree, rows=(0, 0), is_prompt=False, q_KV=proposal.q_KV)
 
     def _chunk(self, request: Request, count: int) -> _Work:
         start = request.num_committed
@@ -210,7 +218,8 @@ class EngineLoop:
             positions=range(start, start + count),
             logit_rows=(count - 1,) if is_end else (),
         )
-        return _Work(request=request, span=span, tree=None, rows=(0, 0), is_prompt_end=is_end)
+        tree = build(request.prompt_ids[-1], Proposal()) if is_end else None
+        return _Work(request=request, span=span, tree=tree, rows=(0, 0), is_prompt=True)
 
     # running
 
@@ -220,13 +229,13 @@ class EngineLoop:
             spans=[item.span for item in work], hidden_layers=self.proposer.needs.hidden_layers
         )
         output = self._model.forward(batch, self.pool)
-        self._draw(work, output)
+        self._judge(work, output)
         moves: list[tuple[int, int]] = []
         for item in work:
-            if item.tree is None:
+            if item.is_prompt:
                 self._advance_prompt(item)
             else:
-                moves += self._advance_round(item, item.tree)
+                moves += self._advance_round(item)
         if moves:
             self._write_back(moves)
         advances = [
@@ -236,38 +245,26 @@ class EngineLoop:
         self._finish_rounds(work)
 
     def _finish_rounds(self, work: list[_Work]) -> None:
-        accepted = [item.progress.num_accepted for item in work if item.tree is not None and item.progress]
+        accepted = [item.progress.num_accepted for item in work if not item.is_prompt and item.progress]
         if accepted:
             self._budget.finish(accepted)
             self.counters.draft_limit_switches = self._budget.num_switches
 
-    def _draw(self, work: list[_Work], output: ForwardOutput) -> None:
-        rows: list[Row] = []
-        for item in work:
-            state = self._states[item.request.key]
-            if item.tree is not None:
-                rows += [Row(state, path) for path in item.tree.paths]
-            elif item.is_prompt_end:
-                rows.append(Row(state, ()))
-        if not rows:
-            return
-        drawn = draw(output.logits_RV, rows)
-        start = 0
-        for item in work:
-            stop = start + len(item.span.logit_rows)
-            item.drawn, item.logprobs = drawn.token_ids[start:stop], drawn.logprobs[start:stop]
-            item.errors = {row - start: why for row, why in drawn.errors.items() if start <= row < stop}
-            start = stop
+    def _judge(self, work: list[_Work], output: ForwardOutput) -> None:
+        judged = [(item, item.tree) for item in work if item.tree is not None]
+        rounds = [
+            Drafted(state=self._states[item.request.key], tree=tree, q_KV=item.q_KV) for item, tree in judged
+        ]
+        verdicts = self._verify(output.logits_RV, rounds)
+        for (item, _), verdict in zip(judged, verdicts, strict=True):
+            item.verdict = verdict
 
     def _advance_prompt(self, item: _Work) -> None:
         request = item.request
         count = len(item.span.token_ids)
         request.num_committed += count
         self.counters.prompt_tokens += count
-        if item.is_prompt_end:
-            item.progress = self._emit(item, nodes=(0,), tokens=tuple(item.drawn), num_drafted=0)
-        else:
-            item.progress = Progress(request=request)
+        item.progress = Progress(request=request) if item.verdict is None else self._emit(item, item.verdict)
         item.advance = Advance(
             request=request,
             rows=item.rows,
@@ -276,21 +273,19 @@ class EngineLoop:
             is_prompt=True,
         )
 
-    def _advance_round(self, item: _Work, tree: Tree) -> list[tuple[int, int]]:
+    def _advance_round(self, item: _Work) -> list[tuple[int, int]]:
         """Accept, commit, and return the KV rows to move, as (source slot, target slot) of the pool."""
-        request = item.request
-        accepted = self._accept(tree, item.drawn)
+        request, verdict = item.request, item.verdict
+        assert verdict is not None
+        accepted = verdict.accepted
         base = request.num_committed
         moves = [
             (self._slot(request, base + node), self._slot(request, base + depth))
             for depth, node in enumerate(accepted.nodes)
             if node != depth
         ]
-        num_drafted = tree.num_nodes - 1
-        self._count_round(num_drafted, accepted.num_correct_drafts)
-        item.progress = self._emit(
-            item, nodes=accepted.nodes, tokens=accepted.token_ids, num_drafted=num_drafted
-        )
+        self._count_round(len(item.span.token_ids) - 1, accepted.num_correct_drafts)
+        item.progress = self._emit(item, verdict)
         request.num_committed = len(request.tokens) - 1
         item.advance = Advance(
             request=request,
@@ -301,15 +296,13 @@ class EngineLoop:
         )
         return moves
 
-    def _emit(
-        self, item: _Work, *, nodes: Sequence[int], tokens: tuple[int, ...], num_drafted: int
-    ) -> Progress:
-        """Append what the stop rules leave of `tokens`; node i of the path drew tokens[i]."""
-        request = item.request
+    def _emit(self, item: _Work, verdict: Verdict) -> Progress:
+        """Append what the stop rules leave of the verdict's tokens."""
+        request, tokens = item.request, verdict.accepted.token_ids
         ending = truncate(tokens, params=request.sampling, num_outputs=request.num_outputs)
         kept = ending.token_ids
         if NO_TOKEN in kept:
-            return Progress(request=request, error=item.errors[nodes[kept.index(NO_TOKEN)]])
+            return Progress(request=request, error=verdict.error)
         request.tokens += kept
         request.num_steps += 1
         self.counters.output_tokens += len(kept)
@@ -317,8 +310,8 @@ class EngineLoop:
         return Progress(
             request=request,
             tokens=kept,
-            logprobs=_logprobs(item, nodes[: len(kept)]),
-            num_drafted=num_drafted,
+            logprobs=_logprobs(verdict, len(kept)) if request.sampling.logprobs is not None else None,
+            num_drafted=0 if item.is_prompt else len(item.span.token_ids) - 1,
             num_accepted=min(len(tokens) - 1, len(kept)),
             finish_reason=ending.finish_reason,
             stop_token_id=ending.stop_token_id,
@@ -371,7 +364,5 @@ class EngineLoop:
         )
 
 
-def _logprobs(item: _Work, nodes: Sequence[int]) -> tuple[TokenLogprob, ...] | None:
-    if item.request.sampling.logprobs is None:
-        return None
-    return tuple(entry for node in nodes if (entry := item.logprobs[node]) is not None)
+def _logprobs(verdict: Verdict, count: int) -> tuple[TokenLogprob, ...]:
+    return tuple(entry for entry in verdict.logprobs[:count] if entry is not None)

@@ -4,20 +4,17 @@ Owns the settings of these choices, which stand among the algorithm's. Must neve
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from speculative.accept import Acceptance, walk
 from speculative.adaptive import DEFAULT_SLOTS, AdaptiveBudget, AdaptiveConfig
 from speculative.simulate import SimulatedAcceptance
-from speculative.tree import Tree
+from speculative.verify import DrawAtEveryNode, Verify
 
 logger = logging.getLogger(__name__)
 
 OPTIONS = frozenset({"budget", "budget_slots", "simulate_acceptance"})
-
-Accept = Callable[[Tree, Sequence[int]], Acceptance]
 
 
 class DraftBudget(Protocol):
@@ -52,10 +49,10 @@ class FixedBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftPolicy:
-    """budget: None for as much as the algorithm may draft. accept: any rule but `walk` changes the text."""
+    """budget: None for as much as the algorithm may draft. verify: the acceptance rule."""
 
     budget: DraftBudget | None = None
-    accept: Accept = field(default=walk)
+    verify: Verify = field(default_factory=DrawAtEveryNode)
     is_simulated: bool = False
 
 
@@ -70,7 +67,7 @@ def policy_of(options: Mapping[str, object], *, max_draft_tokens: int) -> DraftP
         " For load tests only.",
         mean,
     )
-    return DraftPolicy(budget=budget, accept=SimulatedAcceptance(mean), is_simulated=True)
+    return DraftPolicy(budget=budget, verify=DrawAtEveryNode(SimulatedAcceptance(mean)), is_simulated=True)
 
 
 def _budget(options: Mapping[str, object], max_draft_tokens: int) -> DraftBudget | None:

@@ -8,6 +8,7 @@ from speculative.policy import policy_of
 from speculative.proposer import Proposal
 from speculative.simulate import SimulatedAcceptance
 from speculative.tree import build
+from speculative.verify import DrawAtEveryNode
 
 CHAIN = build(9, Proposal(token_ids=(1, 2, 3, 4), parents=(0, 1, 2, 3)))
 REFUSED = (50, 60, 70, 80, 90)
@@ -15,7 +16,8 @@ REFUSED = (50, 60, 70, 80, 90)
 
 def test_nothing_is_adaptive_or_simulated_unless_asked(caplog: pytest.LogCaptureFixture) -> None:
     policy = policy_of({"num_steps": 3}, max_draft_tokens=4)
-    assert (policy.budget, policy.accept, policy.is_simulated) == (None, walk, False)
+    assert (policy.budget, policy.is_simulated) == (None, False)
+    assert isinstance(policy.verify, DrawAtEveryNode)
     assert caplog.records == []
 
 
