@@ -1,7 +1,6 @@
 """`python -m decode_node`: one decode node; `paceline decode` adds environment and configuration file."""
 
 import asyncio
-import logging
 from typing import Annotated
 
 import uvloop
@@ -9,6 +8,7 @@ from cyclopts import App, Parameter
 
 from decode_node.config import DecodeConfig
 from decode_node.node import run
+from wire.logs import set_up
 
 app = App(name="decode_node", help="Run one decode node.")
 
@@ -16,7 +16,7 @@ app = App(name="decode_node", help="Run one decode node.")
 @app.default
 def main(settings: Annotated[DecodeConfig, Parameter(name="*")]) -> None:
     """Serve until SIGTERM or SIGINT."""
-    logging.basicConfig(level=settings.log_level.upper())
+    set_up(level=settings.log_level, log_format=settings.monitoring.log_format)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run(settings))
 

@@ -4,7 +4,11 @@ Owns names, defaults and meanings; `wire.node_config` owns the rules both kinds 
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
+from cyclopts import Parameter
+
+from wire.monitoring import NodeMonitoring
 from wire.node_config import DType, LogLevel, TransportName, check_node_config
 
 
@@ -85,6 +89,9 @@ class DecodeConfig:
 
     log_level: LogLevel = "info"
     """Least severe message that is logged."""
+
+    monitoring: Annotated[NodeMonitoring, Parameter(name="*")] = NodeMonitoring()
+    """How the node can be watched."""
 
     def __post_init__(self) -> None:
         check_node_config(self)

@@ -60,6 +60,7 @@ from wire.host_events import (
 from wire.intake import PAIR_REFUSED, Intake, refuse, rejected, request_of, tid_of
 from wire.link_table import LinkTable
 from wire.records import Load
+from wire.tally import Tallies
 from wire.work import (
     Accepted,
     Cancel,
@@ -114,6 +115,7 @@ class DecodeLoop:
         self._outputs: list[Output] = []
         self._counters: Counter[str] = Counter()
         self._steps = 0
+        self._times = Tallies("queue_s", "decode_s")
         self._transfer_s = 0.0
         self._is_draining = False
         self._now = 0.0
@@ -204,6 +206,7 @@ class DecodeLoop:
             reason = f"refused at handshake: {outcome}"
             self._do(self._transfers.peer_lost(hello.incarnation, reason=reason, code=errors.INCOMPATIBLE))
             return
+        self._counters["degraded/transport_fallback"] += self._peers.is_fallback(outcome)
         self._transfers.peer_ready(hello.incarnation, has_checksums=outcome.has_checksums)
         self._outputs.append(PeerAccepted(peer=hello.incarnation, reply=None))
 
@@ -251,6 +254,7 @@ class DecodeLoop:
         result = self._engine.step()
         for request in result.admitted:
             self._accounts[tid_of(request)].started = now
+            self._count_prefix(request)
             self._links.emit(PromptInfo(tid=tid_of(request), cached_tokens=request.num_cached_tokens))
         for request in result.preempted:
             self._counters["preempted"] += 1
@@ -288,11 +292,16 @@ class DecodeLoop:
                 return
             pages = self._cache.lease(tid, missing)
             leased.append(request)
+            self._count_prefix(request)
             self._do(
                 self._transfers.granted(
                     tid, page_ids=pages, skip_tokens=request.num_cached_tokens, now=self._now
                 )
             )
+
+    def _count_prefix(self, request: Request) -> None:
+        self._counters["prefix_query_tokens"] += len(request.prompt_ids)
+        self._counters["prefix_hit_tokens"] += request.num_cached_tokens
 
     def _expire(self) -> None:
         for tid, account in list(self._accounts.items()):
@@ -308,7 +317,7 @@ class DecodeLoop:
                 case Join():
                     self._join(action)
                 case Fail(tid=tid):
-                    self._counters[f"transfer_failed_{action.code}"] += 1
+                    self._count_failure(action)
                     self._end(
                         Failed(tid=tid, code=action.code, retryable=action.retryable, reason=action.reason)
                     )
@@ -329,6 +338,12 @@ class DecodeLoop:
                     self._cache.release_quarantine(tid)
                 case ClosePeer(peer=peer, reason=reason):
                     self._drop(peer, reason)
+
+    def _count_failure(self, action: Fail) -> None:
+        account = self._accounts.get(action.tid)
+        transport = "" if account is None else self._transport_name(account.peer)
+        self._counters[f"transfer_failed_{action.code}"] += 1
+        self._counters[f"transfer_failures/{transport or 'none'}/{action.code}"] += 1
 
     def _unlease(self, tid: TransferId) -> None:
         """The transfer will not join: let go of the cached prefix it stood on."""
@@ -357,10 +372,12 @@ class DecodeLoop:
         self._counters["joined"] += 1
         self._counters["kv_bytes_received"] += account.kv_bytes
         self._transfer_s += action.transfer_s
+        self._counters[f"transfers/{account.transport}"] += 1
+        self._counters[f"transfer_bytes/{account.transport}"] += account.kv_bytes
+        self._times.observe(f"transfer_s/{account.transport}", action.transfer_s)
 
     def _transport_name(self, peer: Incarnation | None) -> str:
-        agreement = None if peer is None else self._peers.agreement(peer)
-        return "" if agreement is None else agreement.transport
+        return "" if peer is None else self._peers.transport_name(peer)
 
     # reports
 
@@ -399,7 +416,14 @@ class DecodeLoop:
         )
 
     def _end(self, event: Failed | Finished | Preempted | Rejected) -> None:
-        self._accounts.pop(event.tid, None)
+        account = self._accounts.pop(event.tid, None)
+        if isinstance(event, Failed):
+            self._counters[f"failed/{event.code}"] += 1
+        elif isinstance(event, Finished):
+            self._counters[f"finished/{event.reason}"] += 1
+            if account is not None and event.reason != "handed_over":
+                self._times.observe("queue_s", account.started - account.submitted)
+                self._times.observe("decode_s", self._now - account.started)
         self._links.emit(event)
 
     def problems(self) -> list[str]:
@@ -424,7 +448,12 @@ class DecodeLoop:
             counters={
                 **self._engine.counters.as_dict(),
                 **self._counters,
+                **{
+                    f"transfer_faults/{fault}": float(count)
+                    for fault, count in self._transfers.faults.items()
+                },
                 "kv_transfer_seconds": self._transfer_s,
             },
             peers=self._peers.states(),
+            distributions=self._times.read(),
         )

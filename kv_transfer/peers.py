@@ -57,6 +57,15 @@ class PeerTable:
     def agreement(self, peer: Incarnation) -> Agreement | None:
         return self._agreed.get(peer)
 
+    def transport_name(self, peer: Incarnation) -> str:
+        """The name of the data plane agreed with a peer; "" while there is no agreement."""
+        agreement = self._agreed.get(peer)
+        return "" if agreement is None else agreement.transport
+
+    def is_fallback(self, agreement: Agreement) -> bool:
+        """Is this not the data plane we like best?"""
+        return bool(self._ours.offers) and agreement.transport != self._ours.offers[0].name
+
     def transport(self, peer: Incarnation) -> Transport:
         """The data plane agreed with a peer; the peer must be connected."""
         return self._transports[self._agreed[peer].transport]

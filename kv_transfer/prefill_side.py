@@ -350,14 +350,15 @@ class PrefillTransfers:
         self._fault(event, transfer, now)
         return False
 
-    def _fault(self, event: str, transfer: _Transfer, now: float) -> None:
+    def _fault(self, event: str, transfer: _Transfer, now: float, *, detail: str = "") -> None:
+        """`event` is one of a few words, because it is counted by it; `detail` is for the reader."""
         self.faults[f"{event} in {transfer.state}"] += 1
-        self._abort(transfer, errors.PROTOCOL, f"{event} in {transfer.state}", now)
+        self._abort(transfer, errors.PROTOCOL, f"{detail or event} in {transfer.state}", now)
 
     def _reserve(self, transfer: _Transfer, message: Reserve, now: float) -> None:
         problem = transfer.pages.reserve(message)
         if problem:
-            self._fault(problem, transfer, now)
+            self._fault("reserve that does not fit", transfer, now, detail=problem)
         else:
             self._pump(transfer, now)
 

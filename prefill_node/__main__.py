@@ -1,7 +1,6 @@
 """`python -m prefill_node`: one prefill node; `paceline prefill` adds environment and configuration file."""
 
 import asyncio
-import logging
 from typing import Annotated
 
 import uvloop
@@ -9,6 +8,7 @@ from cyclopts import App, Parameter
 
 from prefill_node.config import PrefillConfig
 from prefill_node.node import run
+from wire.logs import set_up
 
 app = App(name="prefill_node", help="Run one prefill node.")
 
@@ -16,7 +16,7 @@ app = App(name="prefill_node", help="Run one prefill node.")
 @app.default
 def main(settings: Annotated[PrefillConfig, Parameter(name="*")]) -> None:
     """Serve until SIGTERM or SIGINT."""
-    logging.basicConfig(level=settings.log_level.upper())
+    set_up(level=settings.log_level, log_format=settings.monitoring.log_format)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run(settings))
 

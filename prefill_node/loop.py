@@ -59,6 +59,7 @@ from wire.host_events import (
 from wire.intake import INVALID, PAIR_REFUSED, Intake, refuse, rejected, request_of, tid_of
 from wire.link_table import LinkTable
 from wire.records import Load
+from wire.tally import Tallies
 from wire.work import Accepted, Cancel, Failed, Finished, PromptInfo, Rejected, Submit, Tokens
 
 _POLL_S = 0.0005
@@ -91,6 +92,7 @@ class PrefillLoop:
         self._outputs: list[Output] = []
         self._counters: Counter[str] = Counter()
         self._steps = 0
+        self._times = Tallies("queue_s", "prefill_s")
         self._transfer_s = 0.0
         self._is_draining = False
         self._now = 0.0
@@ -179,6 +181,7 @@ class PrefillLoop:
             self._do(self._transfers.peer_lost(hello.incarnation, reason=reason, code=errors.INCOMPATIBLE))
             return
         assert not isinstance(outcome, Refused)
+        self._counters["degraded/transport_fallback"] += self._peers.is_fallback(outcome)
         self._transfers.peer_ready(hello.incarnation, has_checksums=outcome.has_checksums)
         self._outputs.append(PeerAccepted(peer=hello.incarnation, reply=reply))
 
@@ -243,6 +246,8 @@ class PrefillLoop:
         tid = tid_of(request)
         self._accounts[tid].started = self._now
         self._links.emit(PromptInfo(tid=tid, cached_tokens=request.num_cached_tokens))
+        self._counters["prefix_query_tokens"] += len(request.prompt_ids)
+        self._counters["prefix_hit_tokens"] += request.num_cached_tokens
         num_tokens = len(request.prompt_ids) - request.num_cached_tokens
         self._do(self._transfers.planned(tid, num_tokens=num_tokens, now=self._now))
 
@@ -256,6 +261,8 @@ class PrefillLoop:
             return
         account = self._accounts[tid]
         account.finished = self._now
+        self._times.observe("queue_s", account.started - account.submitted)
+        self._times.observe("prefill_s", account.finished - account.started)
         self._links.emit(
             Tokens(
                 tid=tid,
@@ -321,13 +328,16 @@ class PrefillLoop:
         self._counters["kv_bytes_sent"] += action.num_bytes
         self._transfer_s += action.transfer_s
         account = self._accounts[action.tid]
-        agreement = self._peers.agreement(account.peer)
+        transport = self._peers.transport_name(account.peer)
+        self._counters[f"transfers/{transport}"] += 1
+        self._counters[f"transfer_bytes/{transport}"] += action.num_bytes
+        self._times.observe(f"transfer_s/{transport}", action.transfer_s)
         self._links.emit(
             self._finished(
                 account,
                 reason="handed_over",
                 kv_bytes=action.num_bytes,
-                transport="" if agreement is None else agreement.transport,
+                transport=transport,
                 transfer_s=action.transfer_s,
             )
         )
@@ -342,6 +352,7 @@ class PrefillLoop:
         transport: str = "",
         transfer_s: float = 0.0,
     ) -> Finished:
+        self._counters[f"finished/{reason}"] += 1
         return Finished(
             tid=tid_of(account.request),
             reason=reason,
@@ -356,6 +367,10 @@ class PrefillLoop:
 
     def _fail(self, action: Fail | Refuse) -> None:
         self._counters[f"transfer_failed_{action.code}"] += 1
+        self._counters[f"failed/{action.code}"] += 1
+        account = self._accounts.get(action.tid)
+        transport = "" if account is None else self._peers.transport_name(account.peer)
+        self._counters[f"transfer_failures/{transport or 'none'}/{action.code}"] += 1
         self._links.emit(
             Failed(tid=action.tid, code=action.code, retryable=action.retryable, reason=action.reason)
         )
@@ -382,7 +397,12 @@ class PrefillLoop:
             counters={
                 **self._engine.counters.as_dict(),
                 **self._counters,
+                **{
+                    f"transfer_faults/{fault}": float(count)
+                    for fault, count in self._transfers.faults.items()
+                },
                 "kv_transfer_seconds": self._transfer_s,
             },
             peers=self._peers.states(),
+            distributions=self._times.read(),
         )

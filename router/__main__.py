@@ -1,7 +1,6 @@
 """`python -m router`: the router on its own; `paceline router` adds environment and configuration file."""
 
 import asyncio
-import logging
 from typing import Annotated
 
 import uvloop
@@ -9,6 +8,7 @@ from cyclopts import App, Parameter
 
 from router.config import RouterConfig
 from router.node import run
+from wire.logs import set_up
 
 app = App(name="router", help="Run one router: text in, text out, over HTTP and gRPC.")
 
@@ -16,7 +16,7 @@ app = App(name="router", help="Run one router: text in, text out, over HTTP and 
 @app.default
 def main(settings: Annotated[RouterConfig, Parameter(name="*")]) -> None:
     """Serve until SIGTERM or SIGINT."""
-    logging.basicConfig(level=settings.log_level.upper())
+    set_up(level=settings.log_level, log_format=settings.monitoring.log_format)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run(settings))
 

@@ -1,8 +1,12 @@
 """Settings of the router: one field = one flag = one environment variable = one key in the file."""
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from router.policies import policy_named
+from wire.monitoring import RouterMonitoring
 from wire.node_config import LogLevel
 
 
@@ -69,6 +73,9 @@ class RouterConfig:
 
     log_level: LogLevel = "info"
     """debug, info, warning or error."""
+
+    monitoring: Annotated[RouterMonitoring, Parameter(name="*")] = RouterMonitoring()
+    """How the router can be watched."""
 
     def __post_init__(self) -> None:
         _require("model", self.model, bool(self.model), "a folder with tokenizer files")

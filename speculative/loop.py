@@ -319,6 +319,7 @@ class EngineLoop:
 
     def _count_round(self, num_drafted: int, num_correct_drafts: int) -> None:
         self.counters.rounds += 1
+        self.counters.drafted_rounds += num_drafted > 0
         self.counters.drafted += num_drafted
         self.counters.accepted += num_correct_drafts
         for position in range(num_correct_drafts):

@@ -42,6 +42,7 @@ class LoopCounters:
     drafted: int = 0
     accepted: int = 0
     rounds: int = 0
+    drafted_rounds: int = 0  # those with at least one draft
     preemptions: int = 0
     draft_limit: int = 0  # of the last round
     draft_limit_switches: int = 0
@@ -54,6 +55,7 @@ class LoopCounters:
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens,
             "rounds": self.rounds,
+            "drafted_rounds": self.drafted_rounds,
             "drafted_tokens": self.drafted,
             "accepted_tokens": self.accepted,
             "preemptions": self.preemptions,

@@ -27,6 +27,7 @@ def pack_record(record: NodeRecord) -> bytes:
         eos_token_ids=record.eos_token_ids,
         started_at=record.started_at,
         is_draining=record.is_draining,
+        metrics_address=record.metrics_address,
         load=registry_pb2.Load(
             free_pages=load.free_pages,
             total_pages=load.total_pages,
@@ -60,6 +61,7 @@ def unpack_record(data: bytes) -> NodeRecord:
         started_at=record.started_at,
         is_draining=record.is_draining,
         load=_unpack_load(record.load),
+        metrics_address=record.metrics_address,
     )
 
 

@@ -107,6 +107,11 @@ class NodeHost:
         load = self._record.load if self._status is None else self._status.load
         return dataclasses.replace(self._record, is_draining=self._is_draining, load=load)
 
+    @property
+    def last_status(self) -> NodeStatus | None:
+        """The core's status as of the last heartbeat; None before the first."""
+        return self._status
+
     async def accept_work(self, channel: Channel) -> None:
         """Serve a router's stream."""
         await self._links.serve(channel)

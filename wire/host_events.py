@@ -4,12 +4,14 @@ The host turns streams into events; the core answers with outputs. In production
 between them, in simulation nothing does. A link is one router's `Work` stream.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NewType, Protocol
 
 from kv_transfer.ids import Incarnation
 from kv_transfer.messages import Hello, Refused, ToDecode, ToPrefill
 from wire.records import Load
+from wire.tally import Distribution
 from wire.work import Cancel, Event, Submit
 
 Link = NewType("Link", int)
@@ -111,6 +113,7 @@ class NodeStatus:
     integrity: str  # of an idle node; empty when every page has exactly one owner
     counters: dict[str, float]
     peers: dict[str, str]
+    distributions: Mapping[str, Distribution] = field(default_factory=dict)  # not told over gRPC
 
 
 class NodeCore(Protocol):

@@ -28,7 +28,8 @@ from wire.grpc_server import GrpcServer
 from wire.host import HostConfig, NodeHost
 from wire.host_events import NodeCore
 from wire.intake import Intake
-from wire.node_config import NodeConfig, advertised_address
+from wire.node_config import NodeConfig, advertised_address, advertised_metrics
+from wire.node_watch import NodeWatch
 from wire.peering import PeerSearch
 from wire.records import NodeRecord
 from wire.registry import RedisRegistry
@@ -73,6 +74,14 @@ class Role:
     may_write: MayWrite | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Doors:
+    """Where a node can be reached."""
+
+    server: GrpcServer
+    watch: NodeWatch
+
+
 def facts_of(role: str, config: NodeConfig, engine: EngineFacts) -> NodeFacts:
     """What peers, routers and the registry are told about an engine."""
     name = config.served_model_name or Path(config.model).stem
@@ -109,6 +118,7 @@ def facts_of(role: str, config: NodeConfig, engine: EngineFacts) -> NodeFacts:
 async def serve_node(config: NodeConfig, facts: NodeFacts, role: Role) -> None:
     """Run until SIGTERM or SIGINT, then drain and return. Raises EngineCrashed when the core died."""
     server = GrpcServer(f"{config.host}:{config.port}")
+    watch = NodeWatch.listening(host=config.host, port=config.monitoring.metrics_port)
     address = advertised_address(config, server.port)
     incarnation = new_incarnation()
     setup = Setup(incarnation=incarnation, address=address, may_write=role.may_write)
@@ -136,17 +146,20 @@ async def serve_node(config: NodeConfig, facts: NodeFacts, role: Role) -> None:
         transports=tuple(built.transport.name for built in transports),
         eos_token_ids=facts.eos_token_ids,
         started_at=time.time(),
+        metrics_address=advertised_metrics(address, watch.port),
     )
     try:
-        await _serve(config, record, core, server, role)
+        await _serve(config, record, core, role=role, doors=_Doors(server=server, watch=watch))
     finally:
         await server.stop()
+        await watch.stop()
         peers.close()
 
 
 async def _serve(
-    config: NodeConfig, record: NodeRecord, core: NodeCore, server: GrpcServer, role: Role
+    config: NodeConfig, record: NodeRecord, core: NodeCore, *, role: Role, doors: "_Doors"
 ) -> None:
+    server = doors.server
     crashed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
     thread = StepThread(core, on_crash=crashed.set_result)
     async with RedisRegistry(config.registry) as registry, GrpcConnector() as connector:
@@ -167,9 +180,11 @@ async def _serve(
         )
         async with asyncio.TaskGroup() as group:
             running = group.create_task(host.run())
+            watching = group.create_task(doors.watch.run(host))
             stopping = group.create_task(_stop_on_signal(host, server))
             await asyncio.wait((running, crashed), return_when=asyncio.FIRST_COMPLETED)
             stopping.cancel()
+            watching.cancel()
             if crashed.done():
                 running.cancel()
                 raise EngineCrashed("the engine thread died") from crashed.result()

@@ -5,6 +5,8 @@ Owns no defaults and reads nothing: each root's `config.py` has its own fields. 
 
 from typing import Literal, Protocol
 
+from wire.monitoring import NodeMonitoring
+
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 TransportName = Literal["auto", "nixl", "grpc"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -59,6 +61,8 @@ class NodeConfig(Protocol):
     def drain_timeout_s(self) -> float: ...
     @property
     def log_level(self) -> LogLevel: ...
+    @property
+    def monitoring(self) -> NodeMonitoring: ...
 
 
 def check_node_config(config: NodeConfig) -> None:
@@ -100,6 +104,11 @@ def advertised_address(config: NodeConfig, bound_port: int) -> str:
         return config.advertise if host and port.isdigit() else f"{config.advertise}:{bound_port}"
     host = "127.0.0.1" if config.host in {"0.0.0.0", "::", ""} else config.host
     return f"{host}:{bound_port}"
+
+
+def advertised_metrics(address: str, bound_port: int | None) -> str:
+    """host:port of /metrics for other processes, on the host of the node's own address; "" for none."""
+    return "" if bound_port is None else f"{address.rpartition(':')[0]}:{bound_port}"
 
 
 def _require(field: str, value: object, holds: bool, rule: str) -> None:

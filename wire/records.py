@@ -33,3 +33,4 @@ class NodeRecord:
     started_at: float = 0.0  # seconds since the epoch; orders the incarnations of one address
     is_draining: bool = False
     load: Load = Load()
+    metrics_address: str = ""  # host:port of its /metrics; "": it has none

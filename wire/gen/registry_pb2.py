@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17wire/gen/registry.proto\x12\x14paceline.registry.v1\"\x9b\x02\n\nNodeRecord\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0e\n\x06layout\x18\x05 \x01(\t\x12\x11\n\tpage_size\x18\x06 \x01(\r\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x12\n\nvocab_size\x18\x08 \x01(\r\x12\x12\n\ntransports\x18\t \x03(\t\x12\x15\n\reos_token_ids\x18\n \x03(\r\x12\x13\n\x0bis_draining\x18\x0b \x01(\x08\x12(\n\x04load\x18\x0c \x01(\x0b\x32\x1a.paceline.registry.v1.Load\x12\x12\n\nstarted_at\x18\r \x01(\x01\"h\n\x04Load\x12\x12\n\nfree_pages\x18\x01 \x01(\r\x12\x13\n\x0btotal_pages\x18\x02 \x01(\r\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\x0f\n\x07waiting\x18\x04 \x01(\r\x12\x15\n\rqueued_tokens\x18\x05 \x01(\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17wire/gen/registry.proto\x12\x14paceline.registry.v1\"\xb4\x02\n\nNodeRecord\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0e\n\x06layout\x18\x05 \x01(\t\x12\x11\n\tpage_size\x18\x06 \x01(\r\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x12\n\nvocab_size\x18\x08 \x01(\r\x12\x12\n\ntransports\x18\t \x03(\t\x12\x15\n\reos_token_ids\x18\n \x03(\r\x12\x13\n\x0bis_draining\x18\x0b \x01(\x08\x12(\n\x04load\x18\x0c \x01(\x0b\x32\x1a.paceline.registry.v1.Load\x12\x17\n\x0fmetrics_address\x18\x0e \x01(\t\x12\x12\n\nstarted_at\x18\r \x01(\x01\"h\n\x04Load\x12\x12\n\nfree_pages\x18\x01 \x01(\r\x12\x13\n\x0btotal_pages\x18\x02 \x01(\r\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\x0f\n\x07waiting\x18\x04 \x01(\r\x12\x15\n\rqueued_tokens\x18\x05 \x01(\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,7 +32,7 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'wire.gen.registry_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_NODERECORD']._serialized_start=50
-  _globals['_NODERECORD']._serialized_end=333
-  _globals['_LOAD']._serialized_start=335
-  _globals['_LOAD']._serialized_end=439
+  _globals['_NODERECORD']._serialized_end=358
+  _globals['_LOAD']._serialized_start=360
+  _globals['_LOAD']._serialized_end=464
 # @@protoc_insertion_point(module_scope)

@@ -34,6 +34,7 @@ class NodeRecord(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     IS_DRAINING_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     STARTED_AT_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     address: _builtins.str
@@ -44,6 +45,8 @@ class NodeRecord(_message.Message):
     max_model_len: _builtins.int
     vocab_size: _builtins.int
     is_draining: _builtins.bool
+    metrics_address: _builtins.str
+    """host:port of /metrics; empty: none"""
     started_at: _builtins.float
     """seconds since the epoch; orders the incarnations of one address"""
     @_builtins.property
@@ -67,11 +70,12 @@ class NodeRecord(_message.Message):
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         is_draining: _builtins.bool = ...,
         load: Global___Load | None = ...,
+        metrics_address: _builtins.str = ...,
         started_at: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "eos_token_ids", b"eos_token_ids", "incarnation", b"incarnation", "is_draining", b"is_draining", "layout", b"layout", "load", b"load", "max_model_len", b"max_model_len", "model", b"model", "page_size", b"page_size", "role", b"role", "started_at", b"started_at", "transports", b"transports", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "eos_token_ids", b"eos_token_ids", "incarnation", b"incarnation", "is_draining", b"is_draining", "layout", b"layout", "load", b"load", "max_model_len", b"max_model_len", "metrics_address", b"metrics_address", "model", b"model", "page_size", b"page_size", "role", b"role", "started_at", b"started_at", "transports", b"transports", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
