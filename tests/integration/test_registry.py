@@ -28,6 +28,7 @@ def node(
         eos_token_ids=(2,),
         started_at=started_at,
         load=Load(free_pages=5, total_pages=8, running=1, waiting=2, queued_tokens=3),
+        metrics_address="h:9",
     )
 
 

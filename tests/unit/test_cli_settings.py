@@ -14,6 +14,7 @@ from deploy import cli
 from deploy.config import ChatConfig, UpConfig
 from prefill_node.config import PrefillConfig
 from router.config import RouterConfig
+from tests.setting_names import setting_names
 
 CONFIGS = {
     "prefill": PrefillConfig,
@@ -30,17 +31,6 @@ def parse(*words: str) -> PrefillConfig:
     settings = bound.arguments["settings"]
     assert isinstance(settings, PrefillConfig)
     return settings
-
-
-def setting_names(config: type) -> list[str]:
-    """Of a configuration and of the groups in it: a group's settings are flags like all others."""
-    groups = {
-        field.name: field.default
-        for field in dataclasses.fields(config)
-        if dataclasses.is_dataclass(field.default)
-    }
-    flat = [field.name for field in dataclasses.fields(config) if field.name not in groups]
-    return flat + [field.name for group in groups.values() for field in dataclasses.fields(group)]
 
 
 def file(folder: Path, text: str) -> str:
