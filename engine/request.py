@@ -6,6 +6,7 @@ Only the engine loop changes it. Must never know about peers, transfers or text.
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+from engine.grammar import Matcher
 from engine.params import SamplingParams
 
 
@@ -18,6 +19,7 @@ class Request:
     pages: page ids in order; slot s of the request lies in pages[s // page_size]. Those that the
         prefix cache owns are shared and never written again; the rest belong to this request.
     num_published_pages, chain: how far the prefix cache has seen this request, and its digest there.
+    matcher: where the outputs so far, earlier attempts' too, stand in their grammar; None without one.
     num_committed: slots [0, num_committed) hold the KV of tokens [0, num_committed).
     """
 
@@ -26,6 +28,7 @@ class Request:
     num_prompt_tokens: int
     sampling: SamplingParams
     cache_salt: str = ""
+    matcher: Matcher | None = None
     tokens: list[int] = field(init=False)
     pages: list[int] = field(default_factory=list)
     num_published_pages: int = 0

@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+import numpy as np
 import torch
 
 from engine.distribution import Filters, pick, weights
+from engine.grammar import Words
 from engine.params import SamplingParams, TokenLogprob
 from engine.randomness import TARGET_STREAM, Coins, uniforms
 from engine.sampling_state import SamplingState
@@ -25,10 +27,14 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The draw that follows `path`: tokens assumed emitted after those `state` counts."""
+    """The draw that follows `path`: tokens assumed emitted after those `state` counts.
+
+    allowed_W: the tokens that the request's grammar lets follow; None: all of them.
+    """
 
     state: SamplingState
     path: tuple[int, ...] = ()
+    allowed_W: Words | None = None
 
     @property
     def position(self) -> int:
@@ -45,19 +51,13 @@ class Drawn:
     errors: dict[int, str]
 
 
-def draw(
-    logits_RV: torch.Tensor,
-    rows: Sequence[Row],
-    *,
-    allowed_RV: torch.Tensor | None = None,
-    coins: Coins = uniforms,
-) -> Drawn:
+def draw(logits_RV: torch.Tensor, rows: Sequence[Row], *, coins: Coins = uniforms) -> Drawn:
     """Draw one token per row from float32 logits `[R, V]`, which stay as they are.
 
-    Rows of one request must be neighbours. `allowed_RV`, bool, forbids the tokens where it is False.
+    Rows of one request must be neighbours.
     Greedy takes the best score, the lowest id among equals. Waits for the device once per kind of draw.
     """
-    scores_RV = _adjusted(logits_RV, rows, allowed_RV)
+    scores_RV = _adjusted(logits_RV, rows)
     greedy = [i for i, row in enumerate(rows) if takes_best(row.state.params)]
     if len(greedy) == len(rows):
         token_ids = _best(scores_RV)
@@ -85,9 +85,9 @@ class Law:
     weights_RV: torch.Tensor
 
 
-def law_of(logits_RV: torch.Tensor, rows: Sequence[Row], *, allowed_RV: torch.Tensor | None = None) -> Law:
+def law_of(logits_RV: torch.Tensor, rows: Sequence[Row]) -> Law:
     """As `draw`, without drawing, for rows none of which `takes_best`."""
-    scores_RV = _adjusted(logits_RV, rows, allowed_RV)
+    scores_RV = _adjusted(logits_RV, rows)
     params = [row.state.params for row in rows]
     return Law(scores_RV=scores_RV, weights_RV=weights(scores_RV, filters_of(params, scores_RV.device)))
 
@@ -101,23 +101,37 @@ def draw_from(
     return ids
 
 
-def _adjusted(logits_RV: torch.Tensor, rows: Sequence[Row], allowed_RV: torch.Tensor | None) -> torch.Tensor:
+def _adjusted(logits_RV: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     """Scores with penalties, bias and bans; the logits themselves where no row has any."""
     changed = [i for i, row in enumerate(rows) if row.state.changes(row.path)]
-    if allowed_RV is not None:
-        scores_RV = logits_RV.masked_fill(~allowed_RV, -torch.inf)
-    elif changed:
-        scores_RV = logits_RV.clone()
-    else:
+    constrained = [i for i, row in enumerate(rows) if row.allowed_W is not None]
+    if not changed and not constrained:
         return logits_RV
+    scores_RV = logits_RV.clone()
     for _, group in groupby(changed, key=lambda i: id(rows[i].state)):
         indices = list(group)
-        rows[indices[0]].state.adjust_(scores_RV, indices, [rows[i].path for i in indices])
+        rows[indices[0]].state.adjust_(
+            scores_RV,
+            indices,
+            [rows[i].path for i in indices],
+            allowed=[rows[i].allowed_W for i in indices],
+        )
+    if constrained:
+        _forbid_(scores_RV, constrained, [words for row in rows if (words := row.allowed_W) is not None])
     return scores_RV
 
 
+def _forbid_(scores_RV: torch.Tensor, indices: Sequence[int], allowed: Sequence[Words]) -> None:
+    """Rows `indices` lose, in place, every token whose bit is not set. What is packed is what is copied."""
+    device, vocab_size = scores_RV.device, scores_RV.shape[1]
+    words_MW = torch.from_numpy(np.stack(allowed)).to(device)
+    bits_32 = torch.arange(32, dtype=torch.int32, device=device)
+    is_allowed_MV = (words_MW[:, :, None] >> bits_32 & 1).bool().flatten(1)[:, :vocab_size]
+    indices_M = torch.tensor(indices, dtype=torch.int64, device=device)
+    scores_RV[indices_M] = scores_RV[indices_M].masked_fill_(~is_allowed_MV, -torch.inf)
+
+
 def takes_best(params: SamplingParams) -> bool:
-    """Whether the token is the likeliest one whatever the coin."""
     return params.is_greedy or params.top_k == 1
 
 

@@ -1,7 +1,8 @@
 """What the logits of one request depend on besides the model: its own tokens, counted as they come.
 
-Owns penalties, logit_bias and min_tokens. Must never know how a token is drawn from the result.
-Shapes: `R` logit rows, `V` vocabulary, `U` distinct tokens seen so far.
+Owns penalties, logit_bias, min_tokens and the request's place in its grammar. Must never know how a token
+is drawn from the result.
+Shapes: `R` logit rows, `V` vocabulary, `U` distinct tokens seen so far, `W` words of 32 tokens.
 """
 
 import itertools
@@ -10,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
+from engine.grammar import Matcher, Words, allows_only, tree_masks
 from engine.params import SamplingParams
 
 
@@ -22,14 +24,23 @@ class SamplingState:
     """
 
     def __init__(
-        self, params: SamplingParams, *, tokens: Sequence[int], num_prompt_tokens: int, vocab_size: int
+        self,
+        params: SamplingParams,
+        *,
+        tokens: Sequence[int],
+        num_prompt_tokens: int,
+        vocab_size: int,
+        matcher: Matcher | None = None,
     ) -> None:
+        """`matcher` has stepped over the outputs among `tokens`; from here on it is this state's."""
         if not 0 <= num_prompt_tokens <= len(tokens):
             raise ValueError(f"num_prompt_tokens must be in [0, {len(tokens)}], got {num_prompt_tokens}")
         _require_in_vocabulary("logit_bias", (token_id for token_id, _ in params.logit_bias), vocab_size)
         self.params = params
         self.num_tokens = len(tokens)
         self._num_prompt_tokens = num_prompt_tokens
+        self._vocab_size = vocab_size
+        self._matcher = matcher
         biases = dict(params.logit_bias)
         self._bias_ids = torch.tensor(list(biases), dtype=torch.int64)
         self._biases = torch.tensor(list(biases.values()), dtype=torch.float32)
@@ -46,8 +57,30 @@ class SamplingState:
     def num_outputs(self) -> int:
         return self.num_tokens - self._num_prompt_tokens
 
+    @property
+    def is_constrained(self) -> bool:
+        return self._matcher is not None
+
+    def masks(
+        self, token_ids: Sequence[int], *, first_child: Sequence[int], next_sibling: Sequence[int]
+    ) -> list[Words | None]:
+        """What the grammar lets follow each node of a draft tree below the last emitted token; only for a
+        constrained request. See `engine.grammar.tree_masks`."""
+        assert self._matcher is not None
+        return tree_masks(
+            self._matcher,
+            token_ids,
+            first_child=first_child,
+            next_sibling=next_sibling,
+            vocab_size=self._vocab_size,
+        )
+
     def advance(self, token_ids: Sequence[int]) -> None:
-        """These tokens were emitted."""
+        """These tokens were emitted. Raises ValueError for one that the grammar forbids."""
+        if self._matcher is not None:
+            for token_id in token_ids:
+                if not self._matcher.accept(token_id):
+                    raise ValueError(f"token {token_id} does not follow the request's grammar")
         self.num_tokens += len(token_ids)
         if self._history is not None:
             self._history.add(token_ids, count=1)
@@ -56,11 +89,19 @@ class SamplingState:
         """Whether `adjust_` would alter the logits that follow the tokens of `path`."""
         return self._history is not None or bool(self.params.logit_bias) or self._forbids_stop(path)
 
-    def adjust_(self, scores_RV: torch.Tensor, rows: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+    def adjust_(
+        self,
+        scores_RV: torch.Tensor,
+        rows: Sequence[int],
+        paths: Sequence[Sequence[int]],
+        *,
+        allowed: Sequence[Words | None],
+    ) -> None:
         """Change, in place, rows `rows` of float32 `[R, V]`: row `rows[i]` follows the tokens of `paths[i]`.
 
         Order: repetition (prompt and outputs), frequency and presence (outputs) penalties, logit_bias,
-        then stop tokens forbidden while fewer than min_tokens outputs exist. A path counts as output.
+        then stop tokens forbidden while fewer than min_tokens outputs exist, unless the row's grammar is
+        finished: its entry of `allowed` has nothing else. A path counts as output.
         """
         device = scores_RV.device
         rows_R1 = torch.tensor(rows, dtype=torch.int64, device=device)[:, None]
@@ -71,13 +112,20 @@ class SamplingState:
             scores_RV[rows_R1, ids_U] = self._penalised(old_RU, counts_RU.to(device), seen_RU.to(device))
         if self.params.logit_bias:
             scores_RV[rows_R1, self._bias_ids.to(device)] += self._biases.to(device)
-        early = [row for row, path in zip(rows, paths, strict=True) if self._forbids_stop(path)]
+        early = [
+            row
+            for row, path, words_W in zip(rows, paths, allowed, strict=True)
+            if self._forbids_stop(path) and not self._must_stop(words_W)
+        ]
         if early:
             early_E1 = torch.tensor(early, dtype=torch.int64, device=device)[:, None]
             scores_RV[early_E1, self._stop_ids.to(device)] = -torch.inf
 
     def _forbids_stop(self, path: Sequence[int]) -> bool:
         return self.num_outputs + len(path) < self.params.min_tokens and len(self._stop_ids) > 0
+
+    def _must_stop(self, words_W: Words | None) -> bool:
+        return words_W is not None and allows_only(words_W, self._stop_ids.tolist())
 
     def _penalised(
         self, scores_RU: torch.Tensor, counts_RU: torch.Tensor, seen_RU: torch.Tensor

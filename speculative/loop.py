@@ -252,12 +252,19 @@ class EngineLoop:
 
     def _judge(self, work: list[_Work], output: ForwardOutput) -> None:
         judged = [(item, item.tree) for item in work if item.tree is not None]
-        rounds = [
-            Drafted(state=self._states[item.request.key], tree=tree, q_KV=item.q_KV) for item, tree in judged
-        ]
+        rounds = [self._drafted(item, tree) for item, tree in judged]
         verdicts = self._verify(output.logits_RV, rounds)
         for (item, _), verdict in zip(judged, verdicts, strict=True):
             item.verdict = verdict
+
+    def _drafted(self, item: _Work, tree: Tree) -> Drafted:
+        state = self._states[item.request.key]
+        if not state.is_constrained:
+            return Drafted(state=state, tree=tree, q_KV=item.q_KV)
+        first_child, next_sibling = tree.links()
+        allowed = state.masks(tree.token_ids, first_child=first_child, next_sibling=next_sibling)
+        self.counters.constrained_rows += tree.num_nodes
+        return Drafted(state=state, tree=tree, q_KV=item.q_KV, allowed=allowed)
 
     def _advance_prompt(self, item: _Work) -> None:
         request = item.request
@@ -303,10 +310,13 @@ class EngineLoop:
         kept = ending.token_ids
         if NO_TOKEN in kept:
             return Progress(request=request, error=verdict.error)
+        try:
+            self._states[request.key].advance(kept)
+        except ValueError as error:  # a rule that lets drafts stand without asking the target
+            return Progress(request=request, error=str(error))
         request.tokens += kept
         request.num_steps += 1
         self.counters.output_tokens += len(kept)
-        self._states[request.key].advance(kept)
         return Progress(
             request=request,
             tokens=kept,
@@ -362,6 +372,7 @@ class EngineLoop:
             tokens=request.prompt_ids,
             num_prompt_tokens=request.num_prompt_tokens,
             vocab_size=self._model.config.vocab_size,
+            matcher=request.matcher,
         )
 
 

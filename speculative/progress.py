@@ -43,6 +43,7 @@ class LoopCounters:
     accepted: int = 0
     rounds: int = 0
     drafted_rounds: int = 0  # those with at least one draft
+    constrained_rows: int = 0  # logits rows masked by a grammar
     preemptions: int = 0
     draft_limit: int = 0  # of the last round
     draft_limit_switches: int = 0
@@ -58,6 +59,7 @@ class LoopCounters:
             "drafted_rounds": self.drafted_rounds,
             "drafted_tokens": self.drafted,
             "accepted_tokens": self.accepted,
+            "constrained_rows": self.constrained_rows,
             "preemptions": self.preemptions,
             "draft_limit": self.draft_limit,
             "draft_limit_switches": self.draft_limit_switches,

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from engine.grammar import Words
 from engine.params import TokenLogprob
 from engine.randomness import Coins, uniforms
 from engine.sampling import Row, draw
@@ -23,15 +24,21 @@ Accept = Callable[[Tree, Sequence[int]], Acceptance]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafted:
-    """One request's round before its verdict; `q_KV` as in `speculative.proposer.Proposal`."""
+    """One request's round before its verdict; `q_KV` as in `speculative.proposer.Proposal`.
+
+    allowed: per node, the tokens that the request's grammar lets follow; None for a request without one.
+    """
 
     state: SamplingState
     tree: Tree
     q_KV: torch.Tensor | None = None
+    allowed: Sequence[Words | None] | None = None
 
     def rows(self) -> list[Row]:
         """One per node: the draw that follows its path."""
-        return [Row(self.state, path) for path in self.tree.paths]
+        if self.allowed is None:
+            return [Row(self.state, path) for path in self.tree.paths]
+        return [Row(self.state, *one) for one in zip(self.tree.paths, self.allowed, strict=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +56,8 @@ class Verdict:
 class Verify(Protocol):
     """An acceptance rule. `logits_RV`: the nodes of each round, one after the other, in order."""
 
-    def __call__(
-        self, logits_RV: torch.Tensor, rounds: Sequence[Drafted], *, allowed_RV: torch.Tensor | None = None
-    ) -> list[Verdict]:
-        """One verdict per round. `allowed_RV`, bool, forbids the tokens where it is False."""
+    def __call__(self, logits_RV: torch.Tensor, rounds: Sequence[Drafted]) -> list[Verdict]:
+        """One verdict per round."""
         ...
 
 
@@ -66,13 +71,11 @@ class DrawAtEveryNode:
         self._accept = accept
         self._coins = coins
 
-    def __call__(
-        self, logits_RV: torch.Tensor, rounds: Sequence[Drafted], *, allowed_RV: torch.Tensor | None = None
-    ) -> list[Verdict]:
+    def __call__(self, logits_RV: torch.Tensor, rounds: Sequence[Drafted]) -> list[Verdict]:
         if not rounds:
             return []
         rows = [row for drafted in rounds for row in drafted.rows()]
-        drawn = draw(logits_RV, rows, allowed_RV=allowed_RV, coins=self._coins)
+        drawn = draw(logits_RV, rows, coins=self._coins)
         verdicts, start = [], 0
         for drafted in rounds:
             tree = drafted.tree

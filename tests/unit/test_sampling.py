@@ -2,10 +2,12 @@ import math
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from scipy.stats import chi2
 
+from engine.grammar import Words, num_words
 from engine.params import SamplingParams, TokenLogprob
 from engine.randomness import TARGET_STREAM, uniform
 from engine.sampling import NO_TOKEN, Row, draw
@@ -28,7 +30,7 @@ def state_of(
 
 def adjusted_row(row: list[float], state: SamplingState, path: tuple[int, ...] = ()) -> list[float]:
     scores_1V = torch.tensor([row])
-    state.adjust_(scores_1V, [0], [path])
+    state.adjust_(scores_1V, [0], [path], allowed=[None])
     return scores_1V[0].tolist()
 
 
@@ -151,7 +153,7 @@ def test_penalties_follow_their_formulas() -> None:
 def test_penalties_count_the_tokens_of_each_path() -> None:
     state = state_of([0], [2], vocab_size=5, frequency_penalty=0.5, repetition_penalty=2.0)
     scores_RV = torch.full((3, 5), 4.0)
-    state.adjust_(scores_RV, [0, 1, 2], [(), (2, 3), (4, 4)])
+    state.adjust_(scores_RV, [0, 1, 2], [(), (2, 3), (4, 4)], allowed=[None] * 3)
     assert scores_RV.tolist() == [
         [2.0, 4.0, 1.5, 4.0, 4.0],
         [2.0, 4.0, 1.0, 1.5, 4.0],
@@ -161,7 +163,7 @@ def test_penalties_count_the_tokens_of_each_path() -> None:
 
 def test_adjusting_touches_only_the_named_rows() -> None:
     scores_RV = torch.ones(3, 4)
-    state_of([0], [1], vocab_size=4, presence_penalty=1.0).adjust_(scores_RV, [1], [()])
+    state_of([0], [1], vocab_size=4, presence_penalty=1.0).adjust_(scores_RV, [1], [()], allowed=[None])
     assert scores_RV.tolist() == [[1.0] * 4, [1.0, 0.0, 1.0, 1.0], [1.0] * 4]
 
 
@@ -243,13 +245,45 @@ def test_a_bad_row_is_an_error_of_that_row_alone(temperature: float, bad: list[f
     assert drawn.logprobs[1] is None
 
 
-def test_only_allowed_tokens_are_drawn() -> None:
-    allowed_RV = torch.tensor([[True, False, True], [False, False, False]])
-    for temperature in (0.0, 1.0):
-        state = state_of([0], [], vocab_size=3, temperature=temperature)
-        drawn = draw(torch.tensor([[0.0, 99.0, 40.0]] * 2), [Row(state)] * 2, allowed_RV=allowed_RV)
-        assert drawn.token_ids == [2, NO_TOKEN]
-        assert list(drawn.errors) == [1]
+def words(*token_ids: int, vocab_size: int) -> Words:
+    words_W = np.zeros(num_words(vocab_size), dtype=np.uint32)
+    for token_id in token_ids:
+        words_W[token_id // 32] |= np.uint32(1 << token_id % 32)
+    return words_W.view(np.int32)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_only_allowed_tokens_are_drawn(temperature: float) -> None:
+    state = state_of([0], [], vocab_size=70, temperature=temperature)
+    logits_RV = torch.zeros(4, 70)
+    logits_RV[:, 1] = 99.0
+    allowed = [words(31, vocab_size=70), None, words(69, vocab_size=70), words(vocab_size=70)]
+    drawn = draw(logits_RV, [Row(state, (), allowed_W) for allowed_W in allowed])
+    assert drawn.token_ids == [31, 1, 69, NO_TOKEN]
+    assert drawn.errors == {3: "no token is possible: all are forbidden"}
+
+
+def test_a_grammar_leaves_the_logits_and_the_logprobs_alone() -> None:
+    state = state_of([0], [], vocab_size=4, temperature=0.0, logprobs=1)
+    logits_1V = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
+    drawn = draw(logits_1V, [Row(state, (), words(2, vocab_size=4))])
+    expected = torch.log_softmax(logits_1V[0], dim=-1)
+    assert drawn.token_ids == [2]
+    assert drawn.logprobs == [TokenLogprob(float(expected[2]), ((1, float(expected[1])),))]
+    assert logits_1V.tolist() == [[0.0, 3.0, 1.0, 2.0]]
+
+
+def test_penalties_count_below_a_grammar() -> None:
+    state = state_of([0], [2, 2], vocab_size=4, temperature=0.0, frequency_penalty=2.0)
+    row = Row(state, (), words(2, 3, vocab_size=4))
+    assert draw(torch.tensor([[9.0, 9.0, 5.0, 2.0]]), [row]).token_ids == [3]
+
+
+def test_min_tokens_keeps_a_grammar_going_while_it_can() -> None:
+    state = state_of([0], [], vocab_size=4, temperature=0.0, min_tokens=5, stop_token_ids=(3,))
+    logits_2V = torch.tensor([[0.0, 0.0, 0.0, 9.0]] * 2)
+    can_go_on, is_finished = words(1, 3, vocab_size=4), words(3, vocab_size=4)
+    assert draw(logits_2V, [Row(state, (), can_go_on), Row(state, (), is_finished)]).token_ids == [1, 3]
 
 
 def test_no_rows_draw_nothing() -> None:
