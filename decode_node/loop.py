@@ -68,6 +68,7 @@ from wire.work import (
     Finished,
     Preempted,
     PromptInfo,
+    PromptLogprobs,
     Rejected,
     Submit,
     Tokens,
@@ -387,6 +388,10 @@ class DecodeLoop:
         if progress.error:
             self._end(Failed(tid=tid, code="bad_logits", retryable=False, reason=progress.error))
             return
+        if progress.prompt_logprobs:
+            self._links.emit(
+                PromptLogprobs(tid=tid, first_index=progress.first_scored, logprobs=progress.prompt_logprobs)
+            )
         if progress.tokens:
             self._links.emit(
                 Tokens(

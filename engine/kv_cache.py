@@ -45,12 +45,14 @@ class KvCache:
     def attach_prefix(self, request: Request) -> None:
         """Give a new request the cached pages its prompt starts with; at least one token stays to compute.
 
+        All of them stay when log-probabilities of the prompt are wanted: a cached page has no logits.
         Sets pages, num_committed and num_cached_tokens.
         """
         assert not request.pages
         assert request.num_committed == 0
         prompt = request.prompt_ids
-        found = self._prefix.match(prompt, request.cache_salt, max_pages=self._max_shared(prompt))
+        max_pages = self._max_shared(prompt) if request.sampling.prompt_logprobs is None else 0
+        found = self._prefix.match(prompt, request.cache_salt, max_pages=max_pages)
         self._prefix.acquire(found)
         request.pages = [entry.page for entry in found]
         request.chain = found[-1].digest if found else self._prefix.root(request.cache_salt)

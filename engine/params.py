@@ -11,7 +11,8 @@ class SamplingParams:
     """How the tokens of one request are drawn. Every instance is valid: bad values raise ValueError.
 
     temperature 0 means greedy. top_k 0 means off. `logprobs` None means none wanted, 0 the chosen
-    token's only, n > 0 also the n most likely. `stop_token_ids` already contains the model's
+    token's only, n > 0 also the n most likely; `prompt_logprobs` asks the same of the prompt's own tokens,
+    all but the first. `stop_token_ids` already contains the model's
     end-of-sequence ids unless the user asked to ignore them; until `min_tokens` outputs exist they
     cannot be drawn. `seed` is always set: the router mints one where the user gave none.
     """
@@ -27,6 +28,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
 
@@ -46,7 +48,8 @@ class SamplingParams:
         _require(
             "min_tokens", self.min_tokens, 0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens"
         )
-        _require("logprobs", self.logprobs, self.logprobs is None or 0 <= self.logprobs <= 20, "in [0, 20]")
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            _require(name, count, count is None or 0 <= count <= 20, "in [0, 20]")
         _require("seed", self.seed, 0 <= self.seed < 2**64, "an unsigned 64-bit integer")
         for token_id, bias in self.logit_bias:
             _require(f"logit_bias[{token_id}]", bias, token_id >= 0 and abs(bias) <= 100.0, "in [-100, 100]")
@@ -58,7 +61,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural log-probability of an emitted token, and of the most likely ones (id, logprob), best first."""
+    """Natural log-probability of a token, and of the most likely ones (id, logprob), best first."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()

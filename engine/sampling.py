@@ -24,6 +24,9 @@ from engine.sampling_state import SamplingState
 # What `Drawn.token_ids` holds for a row in `Drawn.errors`. Equals no token, so no draft is accepted there.
 NO_TOKEN = -1
 
+# How many rows of log-probabilities `score` holds at a time.
+_SCORED_ROWS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -99,6 +102,18 @@ def draw_from(
     coins_R = coins(seeds, positions, TARGET_STREAM)
     ids: list[int] = pick(weights_RV, coins_R.to(weights_RV.device)).tolist()
     return ids
+
+
+def score(logits_SV: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprob]:
+    """How likely the model found each of these tokens: row i of float32 `[S, V]` came before token i."""
+    scores: list[TokenLogprob] = []
+    for start in range(0, len(token_ids), _SCORED_ROWS):
+        ids = token_ids[start : start + _SCORED_ROWS]
+        logprobs_SV = torch.log_softmax(logits_SV[start : start + len(ids)], dim=-1)
+        chosen: list[float] = logprobs_SV[range(len(ids)), list(ids)].tolist()
+        tops = [_most_likely(logprobs_V, num_top) for logprobs_V in logprobs_SV]
+        scores += map(TokenLogprob, chosen, tops)
+    return scores
 
 
 def _adjusted(logits_RV: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:

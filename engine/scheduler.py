@@ -12,11 +12,13 @@ from engine.request import Request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """chunk_tokens: prompt tokens per step over all requests. reserve_tokens: how far ahead each request's
-    growth is counted on when another one asks to be let in."""
+    """chunk_tokens: prompt tokens per step over all requests; scored_tokens: those of them whose logits are
+    wanted too, a row of the vocabulary each. reserve_tokens: how far ahead each request's growth is counted
+    on when another one asks to be let in."""
 
     max_running: int = 64
     chunk_tokens: int = 256
+    scored_tokens: int = 512
     reserve_tokens: int = 512
 
     def __post_init__(self) -> None:
@@ -24,6 +26,8 @@ class SchedulerLimits:
             raise ValueError(f"max_running must be at least 1, got {self.max_running}")
         if self.chunk_tokens < 1:
             raise ValueError(f"chunk_tokens must be at least 1, got {self.chunk_tokens}")
+        if self.scored_tokens < 1:
+            raise ValueError(f"scored_tokens must be at least 1, got {self.scored_tokens}")
         if self.reserve_tokens < 0:
             raise ValueError(f"reserve_tokens must be at least 0, got {self.reserve_tokens}")
 
@@ -103,15 +107,19 @@ class Scheduler:
         return [request for request in self._running.values() if not request.is_prompt_done]
 
     def chunks(self) -> list[tuple[Request, int]]:
-        """Prompt tokens to compute now, oldest request first, at most `chunk_tokens` in all."""
-        budget = self._limits.chunk_tokens
+        """Prompt tokens to compute now, oldest request first, within `chunk_tokens` and `scored_tokens`."""
+        budget, scored_budget = self._limits.chunk_tokens, self._limits.scored_tokens
         planned = []
         for request in self.prefilling():
             count = min(budget, len(request.prompt_ids) - request.num_committed)
-            if count == 0:
-                break
-            planned.append((request, count))
+            if request.sampling.prompt_logprobs is not None:
+                count = min(count, scored_budget)
+                scored_budget -= count
+            if count:
+                planned.append((request, count))
             budget -= count
+            if budget == 0:
+                break
         return planned
 
     def youngest(self) -> Request:

@@ -60,7 +60,7 @@ from wire.intake import INVALID, PAIR_REFUSED, Intake, refuse, rejected, request
 from wire.link_table import LinkTable
 from wire.records import Load
 from wire.tally import Tallies
-from wire.work import Accepted, Cancel, Failed, Finished, PromptInfo, Rejected, Submit, Tokens
+from wire.work import Accepted, Cancel, Failed, Finished, PromptInfo, PromptLogprobs, Rejected, Submit, Tokens
 
 _POLL_S = 0.0005
 _IDLE_S = 0.1
@@ -256,6 +256,10 @@ class PrefillLoop:
         if progress.error:
             self._do(self._transfers.fail(tid, code=errors.PEER_FAILED, reason=progress.error, now=self._now))
             return
+        if progress.prompt_logprobs:
+            self._links.emit(
+                PromptLogprobs(tid=tid, first_index=progress.first_scored, logprobs=progress.prompt_logprobs)
+            )
         if not progress.tokens:
             self._do(self._computed(request, None))
             return

@@ -11,7 +11,7 @@ Which event ends an attempt:
     link lost                   ... but what becomes of P no longer matters once D has answered
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from router.links import NodeLinks
 from router.mailbox import Arrival, LinkLost, Mailbox
@@ -26,7 +26,9 @@ from wire.work import (
     NodeRef,
     Preempted,
     PromptInfo,
+    PromptLogprobs,
     Rejected,
+    SamplingParams,
     Submit,
     Tokens,
     TransferId,
@@ -162,7 +164,7 @@ class Attempt:
             tid=self._tid,
             prompt_ids=request.prompt_ids + tuple(self._merger.delivered),
             num_prompt_tokens=len(request.prompt_ids),
-            sampling=request.sampling,
+            sampling=self._sampling(request, side),
             peer=None if peer is None else NodeRef(address=peer.address, incarnation=peer.incarnation),
             deadline_s=deadline_s,
             priority=request.priority,
@@ -171,16 +173,25 @@ class Attempt:
             trace_context=request.trace_context,
         )
 
+    def _sampling(self, request: GenerateRequest, side: str) -> SamplingParams:
+        """Only who computes the prompt is asked what its tokens scored, and only until it is known."""
+        sampling = request.sampling
+        if sampling.prompt_logprobs is None or (self._merger.wants_scores and self._computes_prompt(side)):
+            return sampling
+        return replace(sampling, prompt_logprobs=None)
+
+    def _computes_prompt(self, side: str) -> bool:
+        return side == "prefill" or self.route.prefill is None
+
     def _note_sent(self, request: GenerateRequest) -> None:
         num_tokens = len(request.prompt_ids)
         facts = RequestFacts(num_prompt_tokens=num_tokens, max_tokens=request.sampling.max_tokens)
         num_tokens += self._num_before
         for side, node in self._sides.items():
-            prompt_here = side == "prefill" or self.route.prefill is None
             self._links.sent.add(
                 node.incarnation,
                 self._tid,
-                tokens=num_tokens if prompt_here else 0,
+                tokens=num_tokens if self._computes_prompt(side) else 0,
                 pages=pages_of(facts, node.page_size),
             )
 
@@ -193,8 +204,10 @@ class Attempt:
             case Tokens():
                 return self._tokens(arrival.side, event)
             case PromptInfo():
-                if arrival.side == "prefill" or self.route.prefill is None:
+                if self._computes_prompt(arrival.side):
                     self.cached_tokens = event.cached_tokens
+            case PromptLogprobs():
+                return self._merge(arrival.side, event)
             case Finished():
                 self._finished[arrival.side] = event
                 self._settle()
@@ -207,8 +220,15 @@ class Attempt:
             self.num_decode_rounds += 1
         else:
             self._links.sent.remove(self._sides[side].incarnation, self._tid)
+        return self._merge(side, tokens)
+
+    def _merge(self, side: str, event: Tokens | PromptLogprobs) -> list[Delta]:
+        deltas: list[Delta] = []
         try:
-            deltas = self._merger.add(tokens)
+            if isinstance(event, PromptLogprobs):
+                self._merger.score(event)
+            else:
+                deltas = self._merger.add(event)
         except MergeFault as fault:
             self._break(
                 side, cause="token_conflict", code="token_conflict", reason=str(fault), retryable=False

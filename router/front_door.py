@@ -10,6 +10,7 @@ from router.generation import Generates, Generation
 from router.planning import Label, ModelFacts, Plan, Planner, SamplingOptions
 from router.served import ServedModel
 from router.text.model_text import ModelText
+from router.text.options import AS_USUAL, OPEN_ANSWER, PromptOptions, TemplateOptions
 from router.text.tokenizer import Tokenizer
 
 
@@ -38,14 +39,21 @@ class FrontDoor:
     def facts(self, model: str | None) -> ModelFacts:
         return self.served.facts(model)
 
-    async def encode(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
-        """Ids of a prompt that may be ids already."""
-        return await self._text.encode(prompt) if isinstance(prompt, str) else prompt
+    async def encode(
+        self, prompt: str | tuple[int, ...], options: PromptOptions = AS_USUAL
+    ) -> tuple[int, ...]:
+        """Ids of a prompt that may be ids already; not cut yet."""
+        if not isinstance(prompt, str):
+            return prompt
+        return await self._text.encode(prompt, adds_special=options.adds_special is not False)
 
     async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template: TemplateOptions = OPEN_ANSWER,
+        options: PromptOptions = AS_USUAL,
     ) -> tuple[int, ...]:
-        return await self._text.encode_chat(messages, options)
+        return await self._text.encode_chat(messages, template, adds_special=bool(options.adds_special))
 
     def plan(
         self,

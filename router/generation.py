@@ -27,7 +27,8 @@ class Generates(Protocol):
 class TextDelta:
     """New tokens that belong to the answer, and the text that became definite with them.
 
-    The first `accepted` tokens were drafted; the first `accepted_chars` of `text` are theirs.
+    The first `accepted` tokens were drafted; the first `accepted_chars` of `text` are theirs. The first
+    delta has `prompt_logprobs` where they were asked for.
     """
 
     text: str
@@ -35,6 +36,7 @@ class TextDelta:
     logprobs: tuple[TokenLogprob, ...] | None = None
     accepted: int = 0
     accepted_chars: int = 0
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +70,12 @@ class Generation:
         self._request = plan.request
         self._dispatcher = dispatcher
         self._clock = clock
+        self._is_empty = plan.is_empty
         self._has_logprobs = sampling.logprobs is not None
         self._stream = TextStream(
-            tokenizer.detokenizer(plan.request.prompt_ids),
+            tokenizer.detokenizer(plan.request.prompt_ids, shows_special=plan.shows_special),
             stops=plan.stops,
+            shows_stop=plan.shows_stop,
             stop_token_ids=frozenset(sampling.stop_token_ids),
             min_tokens=sampling.min_tokens,
         )
@@ -88,6 +92,9 @@ class Generation:
                     outcome = item
                     continue
                 first_at = self._clock() if first_at is None else first_at
+                if self._is_empty:
+                    yield TextDelta(text="", ids=(), prompt_logprobs=item.prompt_logprobs)
+                    continue
                 delta = self._take(item)
                 if self._stream.is_stopped_by_text:
                     last = delta
@@ -112,12 +119,14 @@ class Generation:
             logprobs=None if delta.logprobs is None else delta.logprobs[:num_tokens],
             accepted=drafted.num_tokens,
             accepted_chars=len(drafted.text),
+            prompt_logprobs=delta.prompt_logprobs,
         )
 
     def _ended(self, outcome: Outcome | None, *, ttft_s: float) -> Ended:
         is_cut = outcome is None or self._stream.is_stopped_by_text
+        reason = "stop" if is_cut else outcome.reason if outcome else "stop"
         return Ended(
-            reason="stop" if is_cut else outcome.reason if outcome else "stop",
+            reason="length" if self._is_empty else reason,
             num_tokens=self._stream.num_tokens,
             speculation=self._speculation(),
             ttft_s=ttft_s,

@@ -1,10 +1,12 @@
 """Puts the tokens of one request in order, whoever sent them: index i is delivered exactly once.
 
-Owns the output so far. Must never know nodes, attempts or time.
+Owns the output so far, and what the prompt's own tokens scored. Must never know nodes, attempts or time.
 """
 
+from dataclasses import replace
+
 from router.requests import Delta
-from wire.work import Tokens
+from wire.work import PromptLogprobs, TokenLogprob, Tokens
 
 
 class MergeFault(Exception):
@@ -12,9 +14,14 @@ class MergeFault(Exception):
 
 
 class TokenMerger:
-    """`delivered[i]` is output token i, and never changes once it is there."""
+    """`delivered[i]` is output token i, and never changes once it is there.
 
-    def __init__(self, *, max_tokens: int) -> None:
+    `num_scores`: how many prompt tokens were to be scored, None when they were not; the first delta has them.
+    """
+
+    def __init__(self, *, max_tokens: int, num_scores: int | None = None) -> None:
+        self._num_scores = num_scores
+        self._scores: list[TokenLogprob] = []
         self.delivered: list[int] = []
         self.duplicates = 0
         self._max_tokens = max_tokens
@@ -24,6 +31,19 @@ class TokenMerger:
     def has_gap(self) -> bool:
         """True while tokens wait for an index that has not come."""
         return bool(self._early)
+
+    @property
+    def wants_scores(self) -> bool:
+        """True while log-probabilities of the prompt are missing."""
+        return self._num_scores is not None and len(self._scores) < self._num_scores
+
+    def score(self, scored: PromptLogprobs) -> None:
+        """Take scores of prompt tokens in; an attempt begins anew and repeats what the last one told."""
+        known = len(self._scores) + 1 - scored.first_index
+        end = scored.first_index + len(scored.logprobs)
+        if known < 0 or self._num_scores is None or end > self._num_scores + 1:
+            raise MergeFault(f"prompt scores [{scored.first_index}, {end}), {len(self._scores)} are known")
+        self._scores += scored.logprobs[known:]
 
     def restart(self) -> None:
         """Forget what the last attempt sent out of order; what was delivered stays."""
@@ -36,6 +56,10 @@ class TokenMerger:
             raise MergeFault(f"tokens [{tokens.first_index}, {end}) of at most {self._max_tokens}")
         if tokens.logprobs is not None and len(tokens.logprobs) != len(tokens.ids):
             raise MergeFault(f"{len(tokens.logprobs)} logprobs for {len(tokens.ids)} tokens")
+        if tokens.first_index == 0 and self.wants_scores:
+            raise MergeFault(
+                f"{len(self._scores)} of {self._num_scores} prompt scores before the first token"
+            )
         if tokens.first_index > len(self.delivered):
             self._hold(tokens)
             return []
@@ -66,7 +90,10 @@ class TokenMerger:
         if known >= len(tokens.ids):
             return []
         self.delivered.extend(tokens.ids[known:])
-        return [_tail(tokens, known)]
+        delta = _tail(tokens, known)
+        if delta.first_index == 0 and self._num_scores is not None:
+            delta = replace(delta, prompt_logprobs=tuple(self._scores))
+        return [delta]
 
 
 def _tail(tokens: Tokens, known: int) -> Delta:

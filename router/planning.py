@@ -30,10 +30,15 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """The user's wishes; None means not given. `max_tokens_field` is what the user called max_tokens."""
+    """The user's wishes; None means not given. `max_tokens_field` is what the user called max_tokens.
+
+    `max_tokens` 0 asks for nothing but the prompt, which makes sense only where `may_be_empty` says so.
+    `shows_stop`: the answer ends with the stop that ended it. `shows_special`: special tokens have text.
+    """
 
     max_tokens: int | None = None
     max_tokens_field: str = "max_tokens"
+    may_be_empty: bool = False
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -44,7 +49,10 @@ class SamplingOptions:
     seed: int | None = None
     min_tokens: int | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     stop: tuple[str, ...] = ()
+    shows_stop: bool = False
+    shows_special: bool = False
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logit_bias: tuple[tuple[int, float], ...] = ()
@@ -62,10 +70,16 @@ class Label:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One generation, ready to run: the tokens for the nodes and the stop strings that stay here."""
+    """One generation, ready to run: the tokens for the nodes, and the rules for text that stay here.
+
+    `is_empty`: the nodes cannot draw nothing, so they draw one token, which is thrown away.
+    """
 
     request: GenerateRequest
     stops: tuple[str, ...]
+    shows_stop: bool = False
+    shows_special: bool = False
+    is_empty: bool = False
 
 
 class Planner:
@@ -92,11 +106,12 @@ class Planner:
         _check_prompt(prompt_ids, facts, param=param)
         _check_ids(options, facts)
         _check_stops(options)
+        max_tokens = _max_tokens(len(prompt_ids), options, facts, param=param)
         seed = self._mint_seed() if options.seed is None else options.seed + choice
         sampling = _sampling(
             options,
             seed=seed % _SEED_RANGE,
-            max_tokens=_max_tokens(len(prompt_ids), options, facts, param=param),
+            max_tokens=max(1, max_tokens),
             eos_token_ids=facts.eos_token_ids,
         )
         request = GenerateRequest(
@@ -108,7 +123,13 @@ class Planner:
             cache_salt=label.cache_salt,
             trace_context=label.trace_context,
         )
-        return Plan(request=request, stops=options.stop)
+        return Plan(
+            request=request,
+            stops=options.stop,
+            shows_stop=options.shows_stop,
+            shows_special=options.shows_special,
+            is_empty=max_tokens == 0,
+        )
 
 
 def _check_prompt(prompt_ids: tuple[int, ...], facts: ModelFacts, *, param: str) -> None:
@@ -162,6 +183,9 @@ def _max_tokens(num_prompt: int, options: SamplingOptions, facts: ModelFacts, *,
         )
     if options.max_tokens is None:
         return limit - num_prompt
+    if options.max_tokens == 0 and not options.may_be_empty:
+        field = options.max_tokens_field
+        raise BadRequest(f"{field} must be at least 1, got 0", param=field)
     if num_prompt + options.max_tokens > limit:
         raise ContextTooLong(
             f"{options.max_tokens_field} must be at most {limit - num_prompt}, got {options.max_tokens}: "
@@ -191,6 +215,7 @@ def _sampling(
             top_k=options.top_k or 0,
             min_tokens=options.min_tokens or 0,
             logprobs=options.logprobs,
+            prompt_logprobs=options.prompt_logprobs,
             stop_token_ids=tuple(dict.fromkeys((*options.stop_token_ids, *eos))),
             logit_bias=options.logit_bias,
             **{name: value for name, value in given.items() if value is not None},

@@ -40,7 +40,8 @@ class Delta:
     """New tokens of one request: output indices [first_index, first_index + len(ids)), never empty.
 
     Deltas arrive in index order without gap or repeat. The first `accepted` ids were drafts, out of
-    `drafted` proposed. `logprobs` is as long as `ids`, or None when none were asked for.
+    `drafted` proposed. `logprobs` is as long as `ids`, or None when none were asked for. The first delta
+    has `prompt_logprobs` where they were asked for, one for each prompt token but the first.
     """
 
     first_index: int
@@ -48,6 +49,7 @@ class Delta:
     logprobs: tuple[TokenLogprob, ...] | None = None
     drafted: int = 0
     accepted: int = 0
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

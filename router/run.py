@@ -19,7 +19,11 @@ class Run:
         self.request_id = request_id
         self.started = now
         self.deadline = deadline
-        self.merger = TokenMerger(max_tokens=request.sampling.max_tokens)
+        is_scored = request.sampling.prompt_logprobs is not None
+        self.merger = TokenMerger(
+            max_tokens=request.sampling.max_tokens,
+            num_scores=len(request.prompt_ids) - 1 if is_scored else None,
+        )
         self.facts = RequestFacts(
             num_prompt_tokens=len(request.prompt_ids),
             max_tokens=request.sampling.max_tokens,

@@ -5,8 +5,8 @@ Owns the requests of one engine from arrival to release. Must never know of peer
 nor the name of an algorithm.
 """
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,7 +18,7 @@ from engine.models.model import Model
 from engine.params import TokenLogprob
 from engine.pool import PagePool
 from engine.request import Request
-from engine.sampling import NO_TOKEN
+from engine.sampling import NO_TOKEN, score
 from engine.sampling_state import SamplingState
 from engine.scheduler import Scheduler, SchedulerLimits
 from speculative.accept import truncate
@@ -46,6 +46,8 @@ class _Work:
     is_prompt: bool
     q_KV: torch.Tensor | None = None
     verdict: Verdict | None = None
+    num_scored: int = 0  # the first logit rows: each scores the prompt's next token
+    scores: Sequence[TokenLogprob] = ()
     progress: Progress | None = None
     advance: Advance | None = None
 
@@ -211,15 +213,18 @@ class EngineLoop:
     def _chunk(self, request: Request, count: int) -> _Work:
         start = request.num_committed
         is_end = start + count == len(request.prompt_ids)
+        num_scored = _num_scored(request, count)
         span = Span(
             token_ids=request.prompt_ids[start : start + count],
             num_committed=start,
             pages=request.pages,
             positions=range(start, start + count),
-            logit_rows=(count - 1,) if is_end else (),
+            logit_rows=(*range(num_scored), *([count - 1] if is_end else [])),
         )
         tree = build(request.prompt_ids[-1], Proposal()) if is_end else None
-        return _Work(request=request, span=span, tree=tree, rows=(0, 0), is_prompt=True)
+        return _Work(
+            request=request, span=span, tree=tree, rows=(0, 0), is_prompt=True, num_scored=num_scored
+        )
 
     # running
 
@@ -253,7 +258,7 @@ class EngineLoop:
     def _judge(self, work: list[_Work], output: ForwardOutput) -> None:
         judged = [(item, item.tree) for item in work if item.tree is not None]
         rounds = [self._drafted(item, tree) for item, tree in judged]
-        verdicts = self._verify(output.logits_RV, rounds)
+        verdicts = self._verify(_score(work, output.logits_RV), rounds)
         for (item, _), verdict in zip(judged, verdicts, strict=True):
             item.verdict = verdict
 
@@ -269,9 +274,14 @@ class EngineLoop:
     def _advance_prompt(self, item: _Work) -> None:
         request = item.request
         count = len(item.span.token_ids)
+        first_scored = request.num_committed + 1
         request.num_committed += count
         self.counters.prompt_tokens += count
         item.progress = Progress(request=request) if item.verdict is None else self._emit(item, item.verdict)
+        if item.scores:
+            item.progress = replace(
+                item.progress, first_scored=first_scored, prompt_logprobs=tuple(item.scores)
+            )
         item.advance = Advance(
             request=request,
             rows=item.rows,
@@ -374,6 +384,38 @@ class EngineLoop:
             vocab_size=self._model.config.vocab_size,
             matcher=request.matcher,
         )
+
+
+def _num_scored(request: Request, count: int) -> int:
+    """How many of the next `count` prompt rows score a token of the user's prompt."""
+    if request.sampling.prompt_logprobs is None:
+        return 0
+    return max(0, min(count, request.num_prompt_tokens - request.num_committed - 1))
+
+
+def _score(work: Sequence[_Work], logits_RV: torch.Tensor) -> torch.Tensor:
+    """Let every chunk keep the scores of its prompt tokens; returns the logits to draw from."""
+    if not any(item.num_scored for item in work):
+        return logits_RV
+    drawn: list[int] = []
+    start = 0
+    for item in work:
+        stop = start + len(item.span.logit_rows)
+        middle = start + item.num_scored
+        if middle > start:
+            sampling, prompt, first = (
+                item.request.sampling,
+                item.request.prompt_ids,
+                item.span.num_committed + 1,
+            )
+            item.scores = score(
+                logits_RV[start:middle],
+                prompt[first : first + item.num_scored],
+                sampling.prompt_logprobs or 0,
+            )
+        drawn += range(middle, stop)
+        start = stop
+    return logits_RV[drawn]
 
 
 def _logprobs(verdict: Verdict, count: int) -> tuple[TokenLogprob, ...]:

@@ -11,6 +11,7 @@ from speculative.accept import FinishReason
 class Progress:
     """What one step did for one request. `tokens` are new; the first `num_accepted` were drafted.
 
+    prompt_logprobs: of the prompt's tokens from `first_scored` on, when they were asked for.
     finish_reason: set once, on the step after which the request no longer runs here.
     error: the request was dropped because its logits were unusable.
     """
@@ -20,6 +21,8 @@ class Progress:
     logprobs: tuple[TokenLogprob, ...] | None = None
     num_drafted: int = 0
     num_accepted: int = 0
+    first_scored: int = 0
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     error: str = ""

@@ -123,8 +123,24 @@ class FakeDispatcher:
             )
         drafts = len(ids) - 1
         return Delta(
-            first_index=first, ids=tuple(ids), logprobs=logprobs, drafted=2 * drafts, accepted=drafts
+            first_index=first,
+            ids=tuple(ids),
+            logprobs=logprobs,
+            drafted=2 * drafts,
+            accepted=drafts,
+            prompt_logprobs=None if first else prompt_scores(request),
         )
+
+
+def prompt_scores(request: GenerateRequest) -> tuple[TokenLogprob, ...] | None:
+    """Prompt token i scores -i; the likeliest are it, then the ids after it, each one worse."""
+    top = request.sampling.prompt_logprobs
+    if top is None:
+        return None
+    return tuple(
+        TokenLogprob(-float(i), tuple((token_id + k, -float(i) - k) for k in range(top)))
+        for i, token_id in enumerate(request.prompt_ids[1:], start=1)
+    )
 
 
 def as_nodes_would_cut(script: Sequence[int], request: GenerateRequest) -> tuple[Sequence[int], str]:

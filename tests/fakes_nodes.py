@@ -309,7 +309,10 @@ async def reading(made: Cluster, request: GenerateRequest) -> AsyncIterator[Read
 
 def a_request(*prompt_ids: int, max_tokens: int = 4, **fields: Any) -> GenerateRequest:
     sampling = SamplingParams(
-        seed=fields.pop("seed", 5), max_tokens=max_tokens, stop_token_ids=fields.pop("stop_token_ids", ())
+        seed=fields.pop("seed", 5),
+        max_tokens=max_tokens,
+        stop_token_ids=fields.pop("stop_token_ids", ()),
+        prompt_logprobs=fields.pop("prompt_logprobs", None),
     )
     return GenerateRequest(prompt_ids=prompt_ids or (1, 2, 3), sampling=sampling, **fields)
 

@@ -4,6 +4,7 @@ Owns the mapping of every message on a `Work` stream. `unpack_*` raises ValueErr
 for anything malformed. Must never know who sends or receives.
 """
 
+from collections.abc import Iterable
 from typing import assert_never
 
 from engine.params import SamplingParams, TokenLogprob
@@ -28,6 +29,7 @@ from wire.work import (
     NodeRef,
     Preempted,
     PromptInfo,
+    PromptLogprobs,
     Rejected,
     Submit,
     Tokens,
@@ -152,6 +154,7 @@ def _pack_sampling(sampling: SamplingParams) -> pb.SamplingParams:
         repetition_penalty=sampling.repetition_penalty,
         min_tokens=sampling.min_tokens,
         logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
         stop_token_ids=sampling.stop_token_ids,
         bias_ids=[token_id for token_id, _ in sampling.logit_bias],
         bias_values=[bias for _, bias in sampling.logit_bias],
@@ -174,6 +177,7 @@ def _unpack_sampling(sampling: pb.SamplingParams) -> SamplingParams:
         repetition_penalty=sampling.repetition_penalty,
         min_tokens=sampling.min_tokens,
         logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+        prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
         stop_token_ids=tuple(sampling.stop_token_ids),
         logit_bias=tuple(zip(ids, values, strict=True)),
     )
@@ -193,6 +197,11 @@ def _pack_event(event: Event) -> pb.Event:
             return pb.Event(tid=tid, rejected=rejected)
         case PromptInfo():
             return pb.Event(tid=tid, prompt_info=pb.PromptInfo(cached_tokens=event.cached_tokens))
+        case PromptLogprobs():
+            scored = [_pack_logprob(one) for one in event.logprobs]
+            return pb.Event(
+                tid=tid, prompt_logprobs=pb.PromptLogprobs(first_index=event.first_index, logprobs=scored)
+            )
         case Preempted():
             return pb.Event(tid=tid, preempted=pb.Preempted(next_index=event.next_index))
         case Failed():
@@ -216,6 +225,13 @@ def _unpack_event(event: pb.Event) -> Event:
             return Rejected(tid=tid, code=rejected.code, retryable=rejected.retryable, reason=rejected.reason)
         case "prompt_info":
             return PromptInfo(tid=tid, cached_tokens=event.prompt_info.cached_tokens)
+        case "prompt_logprobs":
+            scored = event.prompt_logprobs
+            return PromptLogprobs(
+                tid=tid,
+                first_index=scored.first_index,
+                logprobs=_unpack_logprobs(scored.logprobs, "prompt_logprobs"),
+            )
         case "preempted":
             return Preempted(tid=tid, next_index=event.preempted.next_index)
         case "failed":
@@ -237,24 +253,23 @@ def _pack_tokens(tokens: Tokens) -> pb.Tokens:
 
 
 def _unpack_tokens(tid: TransferId, tokens: pb.Tokens) -> Tokens:
+    count = len(tokens.logprobs)
+    holds = not tokens.has_logprobs or count == len(tokens.ids)
+    require("tokens.logprobs", count, holds=holds, rule=f"{len(tokens.ids)} values")
     return Tokens(
         tid=tid,
         first_index=tokens.first_index,
         ids=tuple(tokens.ids),
-        logprobs=_unpack_logprobs(tokens) if tokens.has_logprobs else None,
+        logprobs=_unpack_logprobs(tokens.logprobs, "tokens.logprobs") if tokens.has_logprobs else None,
         drafted=tokens.drafted,
         accepted=tokens.accepted,
     )
 
 
-def _unpack_logprobs(tokens: pb.Tokens) -> tuple[TokenLogprob, ...]:
-    count = len(tokens.logprobs)
-    require("tokens.logprobs", count, holds=count == len(tokens.ids), rule=f"{len(tokens.ids)} values")
+def _unpack_logprobs(logprobs: Iterable[pb.Logprob], field: str) -> tuple[TokenLogprob, ...]:
     return tuple(
-        unpack_logprob(
-            one.logprob, top_ids=one.top_ids, top_logprobs=one.top_logprobs, field="tokens.logprobs"
-        )
-        for one in tokens.logprobs
+        unpack_logprob(one.logprob, top_ids=one.top_ids, top_logprobs=one.top_logprobs, field=field)
+        for one in logprobs
     )
 
 

@@ -19,6 +19,7 @@ __all__ = [
     "NodeRef",
     "Preempted",
     "PromptInfo",
+    "PromptLogprobs",
     "Rejected",
     "SamplingParams",
     "Submit",
@@ -96,6 +97,18 @@ class PromptInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLogprobs:
+    """Of prompt tokens [first_index, first_index + len(logprobs)); the first token of a prompt has none.
+
+    Come in order, chunk by chunk, before the first Tokens.
+    """
+
+    tid: TransferId
+    first_index: int
+    logprobs: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
     """The tokens one step added to one request: output indices [first_index, first_index + len(ids)).
 
@@ -141,7 +154,7 @@ class Failed:
     reason: str
 
 
-Event = Accepted | Rejected | PromptInfo | Tokens | Finished | Preempted | Failed
+Event = Accepted | Rejected | PromptInfo | PromptLogprobs | Tokens | Finished | Preempted | Failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

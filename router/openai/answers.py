@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from router.front_door import FrontDoor
 from router.openai.exchange import Choice, Exchange, Manner
-from router.openai.requests import ChatRequest, CompletionRequest, Wishes
-from router.openai.shapes import ChatShape, CompletionShape, Envelope
+from router.openai.requests import ChatRequest, CompletionRequest, Prompt, Wishes
+from router.openai.shapes import ChatShape, CompletionShape, Envelope, ShownPrompt
 from router.planning import Label, ModelFacts
 
 _COMPLETION = Manner(object_name="text_completion", chunk_name="text_completion")
@@ -35,16 +35,24 @@ class Answers:
     async def completion(self, request: CompletionRequest, origin: Origin) -> Exchange:
         """Raises RouterError."""
         facts = self._door.facts(request.wishes.model)
-        prompts = await asyncio.gather(*(self._door.encode(prompt) for prompt in request.prompts))
+        wishes = request.wishes
+        encoded = await asyncio.gather(
+            *(self._door.encode(prompt, wishes.text) for prompt in request.prompts)
+        )
+        prompts = [_cut(prompt, wishes, facts) for prompt in encoded]
         params = [f"prompt[{i}]" if request.is_list else "prompt" for i in range(len(prompts))]
-        envelope = self._envelope("cmpl", request.wishes, facts)
-        shapes = [
-            CompletionShape(index, envelope, tokenizer=self._door.tokenizer)
-            for index in range(len(prompts) * request.wishes.n)
+        envelope = self._envelope("cmpl", wishes, facts)
+        shown = [
+            ShownPrompt(ids=ids, echo=self._echo(prompt, ids, wishes) if request.echoes else None)
+            for prompt, ids in zip(request.prompts, prompts, strict=True)
         ]
-        manner = _manner(_COMPLETION, request.wishes, origin)
+        shapes = [
+            CompletionShape(index, envelope, tokenizer=self._door.tokenizer, prompt=shown[index // wishes.n])
+            for index in range(len(prompts) * wishes.n)
+        ]
+        manner = _manner(_COMPLETION, wishes, origin)
         choices = self._choices(
-            list(zip(prompts, params, strict=True)), shapes, request.wishes, origin=origin, facts=facts
+            list(zip(prompts, params, strict=True)), shapes, wishes, origin=origin, facts=facts
         )
         return Exchange(
             choices, envelope=envelope, manner=manner, prompt_lens=[len(prompt) for prompt in prompts]
@@ -53,14 +61,22 @@ class Answers:
     async def chat(self, request: ChatRequest, origin: Origin) -> Exchange:
         """Raises RouterError."""
         facts = self._door.facts(request.wishes.model)
-        prompt = await self._door.encode_chat(request.messages, request.template_options)
+        encoded = await self._door.encode_chat(request.messages, request.template, request.wishes.text)
+        prompt = _cut(encoded, request.wishes, facts)
         envelope = self._envelope("chatcmpl", request.wishes, facts)
         shapes = [
-            ChatShape(index, envelope, tokenizer=self._door.tokenizer) for index in range(request.wishes.n)
+            ChatShape(index, envelope, tokenizer=self._door.tokenizer, prompt=ShownPrompt(ids=prompt))
+            for index in range(request.wishes.n)
         ]
         manner = _manner(_CHAT, request.wishes, origin)
         choices = self._choices([(prompt, "messages")], shapes, request.wishes, origin=origin, facts=facts)
         return Exchange(choices, envelope=envelope, manner=manner, prompt_lens=[len(prompt)])
+
+    def _echo(self, prompt: Prompt, ids: tuple[int, ...], wishes: Wishes) -> str:
+        """The prompt as the user wrote it, or the text of its ids where there is no such writing."""
+        if isinstance(prompt, str) and wishes.text.keeps_last is None:
+            return prompt
+        return self._door.tokenizer.decode(ids, shows_special=wishes.options.shows_special)
 
     def _choices(
         self,
@@ -88,8 +104,19 @@ class Answers:
             created=int(self._wall_clock()),
             model=facts.name,
             num_top=wishes.options.logprobs,
+            prompt_top=wishes.prompt_top,
             wants_token_ids=wishes.wants_token_ids,
         )
+
+
+def _cut(prompt: tuple[int, ...], wishes: Wishes, facts: ModelFacts) -> tuple[int, ...]:
+    """The last tokens of a prompt, where only so many are wanted."""
+    num_kept = wishes.text.keeps_last
+    if num_kept is None:
+        return prompt
+    if num_kept < 0:
+        num_kept = max(1, facts.max_model_len - max(1, wishes.options.max_tokens or 1))
+    return prompt[-num_kept:]
 
 
 def _manner(base: Manner, wishes: Wishes, origin: Origin) -> Manner:

@@ -65,12 +65,14 @@ class Exchange:
                 deltas[index].append(item)
 
         await self._run(collect)
+        whole = [joined(of_choice) for of_choice in deltas]
         choices = [
-            choice.shape.whole(joined(deltas[index]), self._ends[index].reason)
+            choice.shape.whole(whole[index], self._ends[index].reason)
             for index, choice in enumerate(self._choices)
         ]
         return {
             **self._root(self._manner.object_name, choices),
+            **self._choices[0].shape.root(whole[0]),
             "usage": self._usage(),
             **extension(self._ends),
         }
@@ -82,7 +84,7 @@ class Exchange:
 
         async def forward(index: int, item: TextDelta | Ended) -> None:
             async with lock:
-                data = b"" if index in opened else self._opening(index)
+                data = b"" if index in opened else self._opening(index, item)
                 opened.add(index)
                 data += self._closing(index, item) if isinstance(item, Ended) else self._delta(index, item)
                 if data:
@@ -105,8 +107,9 @@ class Exchange:
             return
         raise _first(failed)
 
-    def _opening(self, index: int) -> bytes:
-        choice = self._choices[index].shape.opening()
+    def _opening(self, index: int, item: TextDelta | Ended) -> bytes:
+        first = None if isinstance(item, Ended) else item
+        choice = self._choices[index].shape.opening(first)
         return b"" if choice is None else self._event([choice])
 
     def _delta(self, index: int, delta: TextDelta) -> bytes:

@@ -52,6 +52,9 @@ class Fields:
             raise refuse(name, "true or false", value)
         return value
 
+    def boolean_or_none(self, name: str) -> bool | None:
+        return None if self.raw(name) is None else self.boolean(name)
+
     def integer(self, name: str, *, minimum: int | None = None, maximum: int | None = None) -> int | None:
         """JSON 5.0 is not an integer here, and neither is true."""
         value = self.raw(name)

@@ -23,6 +23,35 @@ def chat_content(
     ]
 
 
+def prompt_entries(
+    ids: Sequence[int], logprobs: Sequence[TokenLogprob], *, tokenizer: Tokenizer, num_top: int
+) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: for each token of a prompt, token id to how likely it was there; the first
+    has none. `rank` is null for a token that is not among the likeliest."""
+    entries: list[dict[str, Any] | None] = [None]
+    for token_id, logprob in zip(ids[1:], logprobs, strict=True):
+        shown: dict[int, tuple[float, int | None]] = {
+            other: (value, rank) for rank, (other, value) in enumerate(logprob.top[:num_top], start=1)
+        }
+        shown.setdefault(token_id, (logprob.logprob, None))
+        entries.append(
+            {
+                str(other): {
+                    "logprob": _finite(value),
+                    "rank": rank,
+                    "decoded_token": tokenizer.token_text(other),
+                }
+                for other, (value, rank) in shown.items()
+            }
+        )
+    return entries
+
+
+def joined_blocks(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Two blocks of one choice as one."""
+    return {name: [*first[name], *second[name]] for name in first}
+
+
 class CompletionLogprobs:
     """`choices[].logprobs` of /v1/completions; counts the text offset through the chunks of one choice."""
 
@@ -31,8 +60,11 @@ class CompletionLogprobs:
         self._num_top = num_top
         self._offset = 0
 
-    def block(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """The next tokens. `top_logprobs` holds the chosen token too, so up to one more than asked."""
+    def block(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> dict[str, Any]:
+        """The next tokens; the first of an echoed prompt has no log-probability.
+
+        `top_logprobs` holds the chosen token too, so up to one more than asked.
+        """
         tokens = [self._tokenizer.token_text(token_id) for token_id in ids]
         offsets: list[int] = []
         for token in tokens:
@@ -40,9 +72,9 @@ class CompletionLogprobs:
             self._offset += len(token)
         return {
             "tokens": tokens,
-            "token_logprobs": [_finite(logprob.logprob) for logprob in logprobs],
+            "token_logprobs": [logprob and _finite(logprob.logprob) for logprob in logprobs],
             "top_logprobs": [
-                self._top(token, logprob) for token, logprob in zip(tokens, logprobs, strict=True)
+                logprob and self._top(token, logprob) for token, logprob in zip(tokens, logprobs, strict=True)
             ],
             "text_offset": offsets,
         }

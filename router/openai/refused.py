@@ -10,42 +10,33 @@ from typing import Any
 from router.errors import BadRequest
 
 _ANY_ENDPOINT: Mapping[str, tuple[Any, ...]] = {
-    "add_special_tokens": (True,),
     "allowed_token_ids": (),
     "bad_words": ([],),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "include_stop_str_in_output": (False,),
     "kv_transfer_params": (),
     "length_penalty": (1, 1.0),
     "logits_processors": ([],),
     "lora_request": (),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "regex": (),
     "repetition_detection": (),
     "response_format": ({"type": "text"},),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "structured_outputs": (),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
 
 _COMPLETIONS: Mapping[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "echo": (False,),
     "messages": (),
     "suffix": ("",),
 }
 
 _CHAT: Mapping[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
     "audio": (),
     "chat_template": (),
-    "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
     "function_call": ("none", "auto"),

@@ -11,8 +11,9 @@ from router.errors import BadRequest
 from router.openai.fields import Fields, refuse
 from router.openai.messages import Message, read_messages
 from router.openai.refused import REFUSED_IN_CHAT, REFUSED_IN_COMPLETIONS, check_refused
-from router.openai.sampling import chat_logprobs, completion_logprobs, read_sampling
+from router.openai.sampling import chat_logprobs, completion_logprobs, prompt_logprobs, read_sampling
 from router.planning import SamplingOptions
+from router.text.options import PromptOptions, TemplateOptions
 
 MAX_CHOICES = 128
 
@@ -21,11 +22,16 @@ Prompt = str | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
-    """What both endpoints share. `model` None takes whatever is served."""
+    """What both endpoints share. `model` None takes whatever is served.
+
+    `prompt_top`: how many of the likeliest the prompt's own tokens are shown beside, None to show nothing.
+    """
 
     model: str | None
     options: SamplingOptions
+    text: PromptOptions
     n: int
+    prompt_top: int | None
     is_stream: bool
     wants_usage: bool
     wants_token_ids: bool
@@ -35,17 +41,18 @@ class Wishes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest:
-    """`is_list` says whether errors may name one prompt of several."""
+    """`is_list` says whether errors may name one prompt of several. `echoes`: answers begin with theirs."""
 
     prompts: tuple[Prompt, ...]
     is_list: bool
+    echoes: bool
     wishes: Wishes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
     messages: tuple[Message, ...]
-    template_options: Mapping[str, Any]
+    template: TemplateOptions
     wishes: Wishes
 
 
@@ -54,14 +61,16 @@ def read_completion(body: Mapping[str, Any]) -> CompletionRequest:
     check_refused(body, REFUSED_IN_COMPLETIONS)
     fields = Fields(body)
     prompts, is_list = _prompts(fields.raw("prompt"))
-    wishes = _wishes(fields, logprobs=completion_logprobs(fields))
+    echoes, logprobs = fields.boolean("echo"), completion_logprobs(fields)
+    wishes = _wishes(fields, logprobs=logprobs, echo_top=logprobs if echoes else None, may_be_empty=echoes)
+    _check_best_of(fields, wishes.n)
     if len(prompts) * wishes.n > MAX_CHOICES:
         raise BadRequest(
             f"prompt and n must ask for at most {MAX_CHOICES} choices in all, "
             f"got {len(prompts)} prompts times {wishes.n}",
             param="n",
         )
-    return CompletionRequest(prompts=prompts, is_list=is_list, wishes=wishes)
+    return CompletionRequest(prompts=prompts, is_list=is_list, echoes=echoes, wishes=wishes)
 
 
 def read_chat(body: Mapping[str, Any]) -> ChatRequest:
@@ -70,19 +79,47 @@ def read_chat(body: Mapping[str, Any]) -> ChatRequest:
     fields = Fields(body)
     messages = read_messages(fields.raw("messages"))
     wishes = _wishes(fields, logprobs=chat_logprobs(fields))
-    return ChatRequest(
-        messages=messages, template_options=fields.mapping("chat_template_kwargs"), wishes=wishes
+    return ChatRequest(messages=messages, template=_template(fields), wishes=wishes)
+
+
+def _template(fields: Fields) -> TemplateOptions:
+    continues = fields.boolean("continue_final_message")
+    opens = fields.boolean("add_generation_prompt", default=not continues)
+    if continues and opens:
+        raise refuse("continue_final_message", "false when add_generation_prompt is true", True)
+    return TemplateOptions(
+        opens_answer=opens, continues_last=continues, variables=fields.mapping("chat_template_kwargs")
     )
 
 
-def _wishes(fields: Fields, *, logprobs: int | None) -> Wishes:
+def _check_best_of(fields: Fields, n: int) -> None:
+    best_of = fields.integer("best_of")
+    if best_of is not None and best_of != n:
+        raise BadRequest(
+            f"best_of must equal n, which is {n}, got {best_of}",
+            param="best_of",
+            code="unsupported_parameter",
+        )
+
+
+def _wishes(
+    fields: Fields, *, logprobs: int | None, echo_top: int | None = None, may_be_empty: bool = False
+) -> Wishes:
     is_stream = fields.boolean("stream")
     stream_options = Fields(fields.mapping("stream_options"))
     if fields.raw("stream_options") is not None and not is_stream:
         raise BadRequest("stream_options must be left out unless stream is true", param="stream_options")
+    prompt_top = prompt_logprobs(fields)
+    scored = max((top for top in (prompt_top, echo_top) if top is not None), default=None)
+    options = read_sampling(fields, logprobs=logprobs, prompt_logprobs=scored, may_be_empty=may_be_empty)
     return Wishes(
         model=fields.text("model"),
-        options=read_sampling(fields, logprobs=logprobs),
+        options=options,
+        text=PromptOptions(
+            adds_special=fields.boolean_or_none("add_special_tokens"),
+            keeps_last=_keeps_last(fields),
+        ),
+        prompt_top=prompt_top,
         n=fields.integer("n", minimum=1, maximum=MAX_CHOICES) or 1,
         is_stream=is_stream,
         wants_usage=stream_options.boolean("include_usage"),
@@ -90,6 +127,13 @@ def _wishes(fields: Fields, *, logprobs: int | None) -> Wishes:
         priority=fields.integer("priority", minimum=-(2**31), maximum=2**31 - 1) or 0,
         cache_salt=fields.text("cache_salt") or "",
     )
+
+
+def _keeps_last(fields: Fields) -> int | None:
+    count = fields.integer("truncate_prompt_tokens", minimum=-1)
+    if count == 0:
+        raise refuse("truncate_prompt_tokens", "positive, or -1 for as many as the model takes", count)
+    return count
 
 
 def _prompts(value: Any) -> tuple[tuple[Prompt, ...], bool]:

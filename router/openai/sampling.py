@@ -9,13 +9,17 @@ MAX_TOP_LOGPROBS = 20
 _SEED_MIN, _SEED_MAX = -(2**63), 2**64 - 1
 
 
-def read_sampling(fields: Fields, *, logprobs: int | None) -> SamplingOptions:
+def read_sampling(
+    fields: Fields, *, logprobs: int | None, prompt_logprobs: int | None, may_be_empty: bool = False
+) -> SamplingOptions:
     """Ranges that need no model are checked by SamplingParams, which names the field too."""
-    max_tokens, max_tokens_field = _max_tokens(fields)
+    may_be_empty = may_be_empty or prompt_logprobs is not None
+    max_tokens, max_tokens_field = _max_tokens(fields, minimum=0 if may_be_empty else 1)
     top_k = fields.integer("top_k", minimum=-1)
     return SamplingOptions(
         max_tokens=max_tokens,
         max_tokens_field=max_tokens_field,
+        may_be_empty=may_be_empty,
         temperature=fields.number("temperature"),
         top_p=fields.number("top_p"),
         top_k=0 if top_k == -1 else top_k,
@@ -26,7 +30,10 @@ def read_sampling(fields: Fields, *, logprobs: int | None) -> SamplingOptions:
         seed=fields.integer("seed", minimum=_SEED_MIN, maximum=_SEED_MAX),
         min_tokens=fields.integer("min_tokens", minimum=0),
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         stop=_stop(fields.raw("stop")),
+        shows_stop=fields.boolean("include_stop_str_in_output"),
+        shows_special=not fields.boolean("skip_special_tokens", default=True),
         stop_token_ids=fields.integers("stop_token_ids"),
         ignore_eos=fields.boolean("ignore_eos"),
         logit_bias=_logit_bias(fields.mapping("logit_bias")),
@@ -48,10 +55,18 @@ def chat_logprobs(fields: Fields) -> int | None:
     return top or 0
 
 
-def _max_tokens(fields: Fields) -> tuple[int | None, str]:
+def prompt_logprobs(fields: Fields) -> int | None:
+    """vLLM's field, on both endpoints."""
+    count = fields.integer("prompt_logprobs", minimum=0, maximum=MAX_TOP_LOGPROBS)
+    if count is not None and fields.boolean("stream"):
+        raise refuse("prompt_logprobs", "left out when stream is true", count)
+    return count
+
+
+def _max_tokens(fields: Fields, *, minimum: int) -> tuple[int | None, str]:
     """The newer name wins when both are given."""
     for name in ("max_completion_tokens", "max_tokens"):
-        value = fields.integer(name, minimum=1)
+        value = fields.integer(name, minimum=minimum)
         if value is not None:
             return value, name
     return None, "max_tokens"

@@ -3,12 +3,13 @@
 Owns their form, which strict clients check. Must never know where tokens come from or how bytes are sent.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from router.generation import Ended, TextDelta
-from router.openai.logprobs import CompletionLogprobs, chat_content
+from router.openai.logprobs import CompletionLogprobs, chat_content, joined_blocks, prompt_entries
 from router.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
@@ -16,20 +17,22 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
-    """What every chunk of one answer repeats. `num_top` None: no log-probabilities."""
+    """What every chunk of one answer repeats. `num_top` None: no log-probabilities; `prompt_top` None: none
+    of the prompt."""
 
     answer_id: str
     created: int
     model: str
     num_top: int | None = None
+    prompt_top: int | None = None
     wants_token_ids: bool = False
 
 
 class Shape(Protocol):
     """How one endpoint shows one choice."""
 
-    def opening(self) -> Json | None:
-        """The choice of the chunk before the first text, if there is one."""
+    def opening(self, first: TextDelta | None) -> Json | None:
+        """The choice of the chunk before the first text, if there is one; `first` comes next."""
         ...
 
     def chunk(self, delta: TextDelta) -> Json:
@@ -44,12 +47,27 @@ class Shape(Protocol):
         """The choice of a whole body."""
         ...
 
+    def root(self, delta: TextDelta) -> Json:
+        """What the first choice adds beside the choices of a whole body."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownPrompt:
+    """The prompt of a choice. `echo`: the text that answers begin with, None for answers that do not."""
+
+    ids: tuple[int, ...]
+    echo: str | None = None
+
 
 class CompletionShape:
     """A choice of /v1/completions."""
 
-    def __init__(self, index: int, envelope: Envelope, *, tokenizer: Tokenizer) -> None:
+    def __init__(self, index: int, envelope: Envelope, *, tokenizer: Tokenizer, prompt: ShownPrompt) -> None:
         self._index = index
+        self._prompt = prompt
+        self._prompt_top = envelope.prompt_top
+        self._tokenizer = tokenizer
         self._wants_token_ids = envelope.wants_token_ids
         self._logprobs = (
             None
@@ -57,8 +75,15 @@ class CompletionShape:
             else CompletionLogprobs(tokenizer=tokenizer, num_top=envelope.num_top)
         )
 
-    def opening(self) -> Json | None:
-        return None
+    def opening(self, first: TextDelta | None) -> Json | None:
+        if self._prompt.echo is None:
+            return None
+        return {
+            "index": self._index,
+            "text": self._prompt.echo,
+            "logprobs": self._echoed(first),
+            "finish_reason": None,
+        }
 
     def chunk(self, delta: TextDelta) -> Json:
         return self._choice(delta, None)
@@ -67,7 +92,28 @@ class CompletionShape:
         return {"index": self._index, "text": "", "logprobs": None, "finish_reason": reason}
 
     def whole(self, delta: TextDelta, reason: str) -> Json:
-        return self._choice(delta, reason)
+        echoed = self.opening(delta)
+        choice = self._choice(delta, reason)
+        if echoed is not None:
+            choice["text"] = echoed["text"] + choice["text"]
+            blocks = [block for block in (echoed["logprobs"], choice["logprobs"]) if block]
+            choice["logprobs"] = functools.reduce(joined_blocks, blocks) if blocks else None
+        if self._prompt_top is not None:
+            choice["prompt_logprobs"] = prompt_entries(
+                self._prompt.ids,
+                delta.prompt_logprobs or (),
+                tokenizer=self._tokenizer,
+                num_top=self._prompt_top,
+            )
+        return choice
+
+    def root(self, delta: TextDelta) -> Json:  # noqa: ARG002  everything is in the choices
+        return {}
+
+    def _echoed(self, first: TextDelta | None) -> Json | None:
+        if self._logprobs is None or first is None or first.prompt_logprobs is None:
+            return None
+        return self._logprobs.block(self._prompt.ids, (None, *first.prompt_logprobs))
 
     def _choice(self, delta: TextDelta, reason: str | None) -> Json:
         logprobs = None
@@ -82,13 +128,15 @@ class CompletionShape:
 class ChatShape:
     """A choice of /v1/chat/completions."""
 
-    def __init__(self, index: int, envelope: Envelope, *, tokenizer: Tokenizer) -> None:
+    def __init__(self, index: int, envelope: Envelope, *, tokenizer: Tokenizer, prompt: ShownPrompt) -> None:
         self._index = index
+        self._prompt = prompt
         self._num_top = envelope.num_top
+        self._prompt_top = envelope.prompt_top
         self._wants_token_ids = envelope.wants_token_ids
         self._tokenizer = tokenizer
 
-    def opening(self) -> Json | None:
+    def opening(self, first: TextDelta | None) -> Json | None:  # noqa: ARG002  no prompt is shown in a chat
         delta = {"role": "assistant", "content": ""}
         return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}
 
@@ -117,6 +165,17 @@ class ChatShape:
             },
         )
 
+    def root(self, delta: TextDelta) -> Json:
+        if self._prompt_top is None:
+            return {}
+        entries = prompt_entries(
+            self._prompt.ids,
+            delta.prompt_logprobs or (),
+            tokenizer=self._tokenizer,
+            num_top=self._prompt_top,
+        )
+        return {"prompt_logprobs": entries}
+
     def _with_ids(self, delta: TextDelta, choice: Json) -> Json:
         if self._wants_token_ids:
             choice["token_ids"] = delta.ids
@@ -142,16 +201,22 @@ def joined(deltas: Sequence[TextDelta]) -> TextDelta:
 
 
 def usage(prompt_lens: Sequence[int], ends: Mapping[int, Ended], *, n: int) -> Json:
-    """Prompt tokens count once for each prompt, whatever `n`."""
+    """Prompt tokens count once for each prompt, whatever `n`. Predictions are the draft's, not the user's."""
     num_prompt = sum(prompt_lens)
     num_completion = sum(end.num_tokens for end in ends.values())
     outcomes = [ends[first].outcome for first in range(0, len(ends), n)]
     cached = sum(outcome.cached_tokens for outcome in outcomes if outcome is not None)
+    stats = [end.speculation for end in ends.values()]
+    num_accepted = sum(stat.num_accepted for stat in stats)
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_completion,
         "total_tokens": num_prompt + num_completion,
         "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": num_accepted,
+            "rejected_prediction_tokens": sum(stat.num_drafted for stat in stats) - num_accepted,
+        },
     }
 
 

@@ -15,6 +15,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from router.text.options import OPEN_ANSWER, TemplateOptions
 from router.text.tokenizer import read_json
 
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
@@ -43,19 +44,26 @@ class ChatTemplate:
             return None
         return cls(source, special_tokens=special_tokens, local_time=local_time)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None) -> str:
-        """The prompt, open for the assistant. Raises TemplateFailed; ValueError on a reserved option."""
-        options = options or {}
-        if reserved := sorted(_RESERVED & options.keys()):
+    def render(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = OPEN_ANSWER) -> str:
+        """The prompt, open for the assistant unless `options` say otherwise.
+
+        Raises TemplateFailed; ValueError on a reserved variable.
+        """
+        if reserved := sorted(_RESERVED & options.variables.keys()):
             raise ValueError(f"chat_template_kwargs must not set {reserved[0]!r}")
-        variables = {**self._special_tokens, **options}
+        variables = {**self._special_tokens, **options.variables}
         shown = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
-            return self._template.render(
-                messages=shown, tools=None, documents=None, add_generation_prompt=True, **variables
+            text = self._template.render(
+                messages=shown,
+                tools=None,
+                documents=None,
+                add_generation_prompt=options.opens_answer,
+                **variables,
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise TemplateFailed(f"the chat template refused the messages: {error}") from error
+        return _up_to_last(text, str(shown[-1].get("content", ""))) if options.continues_last else text
 
 
 class _GenerationBlock(Extension):
@@ -66,6 +74,17 @@ class _GenerationBlock(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _up_to_last(text: str, content: str) -> str:
+    """The prompt up to the end of its last message, which the template may have stripped."""
+    start = text.rfind(content.strip())
+    if start < 0:
+        raise TemplateFailed("the chat template does not show the last message, so it cannot be continued")
+    for words in (content.lstrip(), content.strip()):
+        if text.startswith(words, start):
+            return text[: start + len(words)]
+    raise AssertionError("one of the two was found")
 
 
 def _environment(local_time: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:

@@ -12,6 +12,7 @@ from typing import Any
 
 from router.errors import BadRequest, QueueFull
 from router.text.chat import ChatTemplate, TemplateFailed
+from router.text.options import OPEN_ANSWER, TemplateOptions
 from router.text.tokenizer import Tokenizer, read_json
 
 _LONG_TEXT_CHARS = 4096
@@ -41,20 +42,29 @@ class ModelText:
         max_model_len = read_json(folder / "config.json").get("max_position_embeddings")
         return cls(tokenizer, template=template, max_model_len=max_model_len)
 
-    async def encode(self, text: str) -> tuple[int, ...]:
+    async def encode(self, text: str, *, adds_special: bool = True) -> tuple[int, ...]:
         """Ids of a plain prompt, with the special tokens that the model's post-processor adds."""
-        return await self._run(len(text), lambda: self.tokenizer.encode(text, add_special_tokens=True))
+        return await self._run(
+            len(text), lambda: self.tokenizer.encode(text, add_special_tokens=adds_special)
+        )
 
     async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: TemplateOptions = OPEN_ANSWER,
+        *,
+        adds_special: bool = False,
     ) -> tuple[int, ...]:
-        """Ids of a conversation, open for the assistant's turn. Raises BadRequest."""
+        """Ids of a conversation, open for the assistant's turn unless `options` say otherwise.
+
+        Raises BadRequest.
+        """
         template = self._template
         if template is None:
             raise BadRequest("messages cannot be used: this model has no chat template", param="messages")
 
         def render_and_encode() -> tuple[int, ...]:
-            return self.tokenizer.encode(template.render(messages, options), add_special_tokens=False)
+            return self.tokenizer.encode(template.render(messages, options), add_special_tokens=adds_special)
 
         size = sum(len(str(message.get("content", ""))) for message in messages)
         try:

@@ -12,14 +12,16 @@ class StopMatcher:
     The stop that is complete first wins; of those that end together, the one that began first. So the
     answer does not depend on how the text was split. Invariant: `_held` is the longest end of the text
     that begins some stop string. Search: Knuth, Morris, Pratt (1977), one automaton for each stop.
+    `shows_stop`: the cut is behind the stop, not before it.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, shows_stop: bool = False) -> None:
         assert all(stops), "an empty stop string matches everywhere"
         self._stops = tuple(stops)
         self._borders = tuple(_borders(stop) for stop in stops)
         self._matched = [0] * len(stops)
         self._held = ""
+        self._shows_stop = shows_stop
         self.is_stopped = False
 
     @property
@@ -27,7 +29,7 @@ class StopMatcher:
         return bool(self._stops)
 
     def push(self, text: str) -> str:
-        """Text to give out, without the stop string when `is_stopped` is true afterwards."""
+        """Text to give out, up to the stop string when `is_stopped` is true afterwards."""
         if not self._stops:
             return text
         assert not self.is_stopped, "nothing follows a stop string"
@@ -36,7 +38,7 @@ class StopMatcher:
             if (length := self._advance(char)) > 0:
                 self.is_stopped = True
                 self._held = ""
-                return pending[: end - length]
+                return pending[: end if self._shows_stop else end - length]
         num_held = max(self._matched)
         self._held = pending[len(pending) - num_held :]
         return pending[: len(pending) - num_held]

@@ -22,7 +22,8 @@ class TextStream:
     """Invariant: after a stop string or a stop token nothing more comes out, whatever is pushed.
 
     The tokens of an answer end with the one that completed the stop string, or with the stop token,
-    whose text is not shown. Stop strings are not looked for in the text of the first `min_tokens` tokens.
+    whose text, like the stop string's, is shown only if `shows_stop`. Stop strings are not looked for in the
+    text of the first `min_tokens` tokens.
     """
 
     def __init__(
@@ -30,11 +31,13 @@ class TextStream:
         detokenizer: Detokenizer,
         *,
         stops: Sequence[str] = (),
+        shows_stop: bool = False,
         stop_token_ids: Container[int] = (),
         min_tokens: int = 0,
     ) -> None:
         self._detokenizer = detokenizer
-        self._matcher = StopMatcher(stops)
+        self._matcher = StopMatcher(stops, shows_stop=shows_stop)
+        self._shows_stop = shows_stop
         self._stop_token_ids = stop_token_ids
         self._min_tokens = min_tokens
         self._is_over = False
@@ -67,12 +70,13 @@ class TextStream:
     def _push_one(self, token_id: int) -> str:
         if token_id in self._stop_token_ids and self.num_tokens > self._min_tokens:
             self._is_over = True
-            return ""
+            if not self._shows_stop:
+                return ""
         text = self._detokenizer.push(token_id)
         shown = self._search(text) if text else ""
         if not self.is_stopped_by_text and self._stops_if_it_ended_here():
             shown += self._search(self._detokenizer.finish())
-        self._is_over = self.is_stopped_by_text
+        self._is_over |= self.is_stopped_by_text
         return shown
 
     def _stops_if_it_ended_here(self) -> bool:

@@ -6,6 +6,7 @@ import transformers (it would bring torch in) nor know which request a text belo
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,20 +66,25 @@ class Tokenizer:
         batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(batch[0].ids)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens left out."""
-        return self._backend.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], *, shows_special: bool = False) -> str:
+        """Text of ids; special tokens are left out unless `shows_special`."""
+        return self._backend.decode(list(ids), skip_special_tokens=not shows_special)
 
-    def detokenizer(self, prompt_ids: Sequence[int] = ()) -> Detokenizer:
+    def detokenizer(self, prompt_ids: Sequence[int] = (), *, shows_special: bool = False) -> Detokenizer:
         """A fresh incremental decoder for what follows `prompt_ids`."""
+        hidden_ids = frozenset[int]() if shows_special else self.special_ids
         if self._is_byte_level:
-            return ByteDetokenizer(self._bytes, self.special_ids)
+            return ByteDetokenizer(self._bytes, hidden_ids)
         known = range(len(self._pieces))
-        shown = [i for i in prompt_ids[-_NUM_CONTEXT_TOKENS:] if i in known and i not in self.special_ids]
+        shown = [i for i in prompt_ids[-_NUM_CONTEXT_TOKENS:] if i in known and i not in hidden_ids]
         while shown and shown[-1] in self._byte_ids:
             shown.pop()
         return WindowDetokenizer(
-            self.decode, known=known, special_ids=self.special_ids, byte_ids=self._byte_ids, context=shown
+            partial(self.decode, shows_special=shows_special),
+            known=known,
+            special_ids=hidden_ids,
+            byte_ids=self._byte_ids,
+            context=shown,
         )
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -71,6 +71,7 @@ async def test_a_chat_answer_has_text_reason_usage_and_where_it_came_from() -> N
         "completion_tokens": num_tokens,
         "total_tokens": 31 + num_tokens,
         "prompt_tokens_details": {"cached_tokens": 3},
+        "completion_tokens_details": {"accepted_prediction_tokens": 23, "rejected_prediction_tokens": 23},
     }
     assert body["paceline"] == {
         "ttft_s": 0.0,

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from router.errors import BadRequest
 from router.text.chat import ChatTemplate, TemplateFailed
 from router.text.model_text import ModelText
+from router.text.options import TemplateOptions
 from router.text.tokenizer import Tokenizer
 from tests.smollm2_text import NOON, smollm2_text, smollm2_tokenizer_folder
 
@@ -72,9 +73,47 @@ def template(source: str) -> ChatTemplate:
 
 
 def test_options_reach_the_template_and_may_not_replace_the_messages() -> None:
-    assert template("{{ enable_thinking }}").render([], {"enable_thinking": False}) == "False"
+    assert (
+        template("{{ enable_thinking }}").render([], TemplateOptions(variables={"enable_thinking": False}))
+        == "False"
+    )
     with pytest.raises(ValueError, match="chat_template_kwargs must not set 'messages'"):
-        template("").render([], {"messages": []})
+        template("").render([], TemplateOptions(variables={"messages": []}))
+
+
+@pytest.mark.parametrize("content", ["Sure, here is", "  Sure \n", "a"])
+async def test_the_last_message_can_be_continued_as_transformers_does(content: str) -> None:
+    messages = [{"role": "user", "content": "hi a"}, {"role": "assistant", "content": content}]
+    theirs = smollm2_oracle().apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    continued = TemplateOptions(opens_answer=False, continues_last=True)
+    ours = ChatTemplate(
+        smollm2_oracle().chat_template,
+        special_tokens=smollm2_text().tokenizer.special_tokens,
+        local_time=lambda: NOON,
+    )
+    assert ours.render(messages, continued) == theirs
+
+
+def test_a_template_that_hides_the_last_message_cannot_continue_it() -> None:
+    with pytest.raises(TemplateFailed, match="cannot be continued"):
+        template("x").render([{"content": "y"}], TemplateOptions(opens_answer=False, continues_last=True))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ().__class__.__mro__ }}",
+        "{{ messages.__class__.__base__.__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception.__globals__['json'] }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{% include '/etc/passwd' %}",
+        "{{ lipsum.__globals__['os'].popen('id').read() }}",
+    ],
+)
+def test_a_template_cannot_leave_its_sandbox(source: str) -> None:
+    with pytest.raises(TemplateFailed):
+        template(source).render([{"role": "user", "content": "x"}])
 
 
 def test_the_date_is_the_one_it_is_given() -> None:

@@ -46,6 +46,7 @@ from wire.work import (
     NodeRef,
     Preempted,
     PromptInfo,
+    PromptLogprobs,
     Rejected,
     Submit,
     Tokens,
@@ -83,6 +84,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         repetition_penalty=draw(st.floats(0, 2, exclude_min=True)),
         min_tokens=draw(st.integers(0, max_tokens)),
         logprobs=draw(st.none() | st.integers(0, 20)),
+        prompt_logprobs=draw(st.none() | st.integers(0, 20)),
         stop_token_ids=draw(token_ids),
         logit_bias=tuple(draw(st.lists(bias, max_size=3))),
     )
@@ -123,6 +125,7 @@ events = st.one_of(
     st.builds(Accepted, tid=tid, queued_behind=uint32),
     st.builds(Rejected, tid=tid, code=name, retryable=st.booleans(), reason=name),
     st.builds(PromptInfo, tid=tid, cached_tokens=uint32),
+    st.builds(PromptLogprobs, tid=tid, first_index=uint32, logprobs=st.lists(logprob, max_size=3).map(tuple)),
     tokens(),
     st.builds(
         Finished,
