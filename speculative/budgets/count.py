@@ -1,14 +1,17 @@
-"""How many tokens are worth drafting, learned from how many drafts have stood lately.
+"""How many tokens are worth drafting, by the rule of an average of how many drafts have stood lately.
 
 Owns one limit per range of batch sizes, each with its own average, and when it moves. Must never know a
 request, a proposer or a clock: it counts batches. Drafts are counted as in a chain; in a tree the limit
-counts nodes while no more than its depth can stand, so trees end up with fewer nodes than pays.
+counts nodes while no more than its depth can stand, so trees end up with fewer nodes than pays. It knows
+nothing of what a draft costs: `speculative.budgets.adaptive` does.
 """
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+
+from speculative.budgets.budget import BudgetState, Verified
 
 # Share of the difference by which the average moves to each batch's mean.
 _EMA_STEP = 0.2
@@ -22,7 +25,7 @@ DEFAULT_SLOTS: Mapping[int, tuple[int, ...]] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdaptiveConfig:
+class CountConfig:
     """slots: smallest batch size -> limits to choose from, ascending; 0 is plain decoding.
 
     start: the limit to begin with, or the next lower candidate. max_tokens: higher candidates mean this.
@@ -49,7 +52,7 @@ class AdaptiveConfig:
 class _Slot:
     """Invariant: `index` is that of the limit in force; `ema` averages what stood while any were drafted."""
 
-    def __init__(self, config: AdaptiveConfig, candidates: Sequence[int]) -> None:
+    def __init__(self, config: CountConfig, candidates: Sequence[int]) -> None:
         self._config = config
         self._candidates = sorted({min(limit, config.max_tokens) for limit in candidates})
         self._index = max(0, bisect_right(self._candidates, config.start) - 1)
@@ -87,15 +90,19 @@ class _Slot:
         return (lower - 0.5 if lower else 0.5) + self._config.down_hysteresis
 
 
-class AdaptiveBudget:
+class CountBudget:
     """One limit for the whole batch, by its size. `start` a round, then `finish` it."""
 
-    def __init__(self, config: AdaptiveConfig) -> None:
+    def __init__(self, config: CountConfig) -> None:
         self._slots = {
             size: _Slot(config, candidates) for size, candidates in sorted(config.slots.items(), reverse=True)
         }
         self._slot = self._slots[1]
-        self.num_switches = 0
+        self._num_switches = 0
+
+    @property
+    def state(self) -> BudgetState:
+        return BudgetState(num_switches=self._num_switches)
 
     @property
     def ema(self) -> float:
@@ -107,6 +114,6 @@ class AdaptiveBudget:
         self._slot = next(slot for size, slot in self._slots.items() if size <= num_requests)
         return self._slot.limit
 
-    def finish(self, num_accepted: Sequence[int]) -> None:
-        """How many drafts stood, of each request of the round."""
-        self.num_switches += self._slot.observe(sum(num_accepted) / len(num_accepted))
+    def finish(self, verified: Sequence[Verified], *, is_alone: bool) -> None:  # noqa: ARG002 - part of the seam
+        num_stood = sum(len(request.ranks) for request in verified)
+        self._num_switches += self._slot.observe(num_stood / len(verified))

@@ -1,0 +1,62 @@
+"""The seam between the round loop and what decides how many tokens a round may draft.
+
+Owns no decision but the simplest. Must never know a request or an algorithm.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """One request of a round. limit: the most tokens it might draft, which may be less than the round's.
+
+    ranks: of the drafts that stand, in path order; 1 is the draft that a limit of 1 would have been spent
+    on, and so on (see `Proposal.ranks`). In a chain that is 1, 2, 3, ….
+    """
+
+    limit: int
+    ranks: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetState:
+    """For metrics. gain: emitted tokens per second over plain decoding's, as estimated; 1 while unknown.
+
+    num_switches: how often the limit moved; probes, single rounds at another limit, are counted apart.
+    """
+
+    num_switches: int = 0
+    num_probes: int = 0
+    gain: float = 1.0
+
+
+class DraftBudget(Protocol):
+    """The most tokens a request may draft, decided anew for every round."""
+
+    @property
+    def state(self) -> BudgetState: ...
+
+    def start(self, num_requests: int) -> int:
+        """The limit of the round that begins, for each of its requests (at least one)."""
+        ...
+
+    def finish(self, verified: Sequence[Verified], *, is_alone: bool) -> None:
+        """The round started last is over. is_alone: nothing but these requests was computed in it."""
+        ...
+
+
+class FixedBudget:
+    """Always the same limit; the proposer has its own besides."""
+
+    state = BudgetState()
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+
+    def start(self, num_requests: int) -> int:  # noqa: ARG002 - part of the seam
+        return self._limit
+
+    def finish(self, verified: Sequence[Verified], *, is_alone: bool) -> None:
+        pass
