@@ -38,7 +38,10 @@ async def run(settings: SpecBench) -> None:
     """Measure, print, write. Raises ValueError for settings or prompts that cannot be."""
     prompts = by_category(Path(settings.prompts), most=settings.per_category)
     folder = models.resolve(settings.model)
-    engines = {one.label: build_engine(engine_settings(settings, one, folder)) for one in settings.contenders}
+    engines = {
+        one.label: build_engine(engine_settings(settings, one, folder), clock=time.perf_counter)
+        for one in settings.contenders
+    }
     encoded = await _encoded(folder, prompts)
     facts = machine.facts()
     warm_up = await _encoded(folder, {"warm-up": [WARM_UP]})

@@ -1,5 +1,7 @@
 """Wires a decode node: settings to engine, engine to core, core to process."""
 
+from time import perf_counter
+
 from decode_node.config import DecodeConfig
 from decode_node.loop import DecodeLoop
 from engine.thread import in_passing_thread
@@ -12,7 +14,7 @@ from wire.node_config import draft_options
 
 async def run(config: DecodeConfig) -> None:
     """Load, serve, drain on SIGTERM. Raises ValueError for a setting or a model that cannot work."""
-    built = await in_passing_thread(lambda: build_engine(settings_of(config)))
+    built = await in_passing_thread(lambda: build_engine(settings_of(config), clock=perf_counter))
     facts = facts_of("decode", config, built.facts)
     await serve_node(
         config,

@@ -1,5 +1,7 @@
 """Wires a prefill node: settings to engine, engine to core, core to process."""
 
+from time import perf_counter
+
 from engine.thread import in_passing_thread
 from kv_transfer.checksums import page_checksum
 from kv_transfer.prefill_side import PrefillTransfers
@@ -12,7 +14,7 @@ from wire.node_config import draft_options
 
 async def run(config: PrefillConfig) -> None:
     """Load, serve, drain on SIGTERM. Raises ValueError for a setting or a model that cannot work."""
-    built = await in_passing_thread(lambda: build_engine(settings_of(config)))
+    built = await in_passing_thread(lambda: build_engine(settings_of(config), clock=perf_counter))
     await serve_node(
         config,
         facts_of("prefill", config, built.facts),

@@ -7,7 +7,7 @@ network or which algorithm it builds.
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,13 +61,16 @@ class BuiltEngine:
     facts: EngineFacts
 
 
-def build_engine(settings: EngineSettings) -> BuiltEngine:
-    """Load and allocate everything. Raises ValueError naming the setting that cannot work."""
+def build_engine(settings: EngineSettings, *, clock: Callable[[], float]) -> BuiltEngine:
+    """Load and allocate everything. Raises ValueError naming the setting that cannot work.
+
+    `clock`: seconds, to tell how long rounds take.
+    """
     max_threads = settings.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(max_threads)
     torch.set_grad_enabled(False)
     proposer = _proposer(settings)
-    policy = _policy(settings, proposer)
+    policy = _policy(settings, proposer, clock)
     loaded = load_model(settings.model, dtype=settings.dtype, device=_device(settings.device))
     config = loaded.config
     max_model_len = settings.max_model_len or config.max_model_len
@@ -128,10 +131,10 @@ def _proposer(settings: EngineSettings) -> Proposer:
     return proposer
 
 
-def _policy(settings: EngineSettings, proposer: Proposer) -> DraftPolicy:
+def _policy(settings: EngineSettings, proposer: Proposer, clock: Callable[[], float]) -> DraftPolicy:
     if settings.is_prefill_only:
         return DraftPolicy()  # both nodes of a pair may be given the same settings
-    return policy_of(settings.draft_options, max_draft_tokens=proposer.needs.max_draft_tokens)
+    return policy_of(settings.draft_options, max_draft_tokens=proposer.needs.max_draft_tokens, clock=clock)
 
 
 def _device(name: str) -> torch.device:

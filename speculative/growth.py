@@ -27,11 +27,15 @@ class Beams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Chosen candidates of one request in order. `parents`: node ids, 0 = root, node i + 1 = entry i."""
+    """Chosen candidates of one request in order. `parents`: node ids, 0 = root, node i + 1 = entry i.
+
+    ranks: the least limit at which each entry is chosen.
+    """
 
     candidates: tuple[int, ...]
     token_ids: tuple[int, ...]
     parents: tuple[int, ...]
+    ranks: tuple[int, ...]
 
 
 class Growth:
@@ -75,12 +79,15 @@ class Growth:
 
     def select(self, request: int, limit: int) -> Selection:
         """The `limit` best candidates (all, where there are fewer) as nodes; parents precede children."""
-        chosen = np.sort(np.argsort(-self._scores_BC[request], kind="stable")[:limit])
+        best = np.argsort(-self._scores_BC[request], kind="stable")[:limit]
+        order = np.argsort(best)
+        chosen = best[order]
         candidates = chosen.tolist()
         return Selection(
             candidates=tuple(candidates),
             token_ids=tuple(self._token_ids_BC[request, chosen].tolist()),
             parents=node_parents(candidates, self._row_parents_BR[request].tolist(), width=self._width),
+            ranks=tuple((order + 1).tolist()),
         )
 
 

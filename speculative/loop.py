@@ -22,7 +22,8 @@ from engine.sampling import NO_TOKEN, score
 from engine.sampling_state import SamplingState
 from engine.scheduler import Scheduler, SchedulerLimits
 from speculative.accept import truncate
-from speculative.policy import DraftPolicy, FixedBudget
+from speculative.budgets.budget import FixedBudget, Verified
+from speculative.policy import DraftPolicy
 from speculative.progress import LoopCounters, Progress, StepResult
 from speculative.proposer import Advance, Proposal, Proposer, Seed
 from speculative.tree import Tree, build
@@ -36,6 +37,7 @@ class _Work:
     """One request's part of a forward.
 
     tree: what is verified: root and drafts, or where a prompt ends its last token; None within a prompt.
+    limit, ranks: the most drafts it might have, and the rank of each it has.
     verdict: once there are logits, of what has a tree.
     """
 
@@ -45,6 +47,8 @@ class _Work:
     rows: tuple[int, int]
     is_prompt: bool
     q_KV: torch.Tensor | None = None
+    limit: int = 0
+    ranks: Sequence[int] = ()
     verdict: Verdict | None = None
     num_scored: int = 0  # the first logit rows: each scores the prompt's next token
     scores: Sequence[TokenLogprob] = ()
@@ -159,7 +163,10 @@ class EngineLoop:
                 limits[request] = self._fit(request, preempted)
         limits = {request: limit for request, limit in limits.items() if request not in preempted}
         proposals = self.proposer.propose(list(limits), list(limits.values())) if limits else []
-        work = [self._round(request, proposal) for request, proposal in zip(limits, proposals, strict=True)]
+        work = [
+            self._round(request, limit, proposal)
+            for (request, limit), proposal in zip(limits.items(), proposals, strict=True)
+        ]
         work += [self._chunk(request, count) for request, count in self.scheduler.chunks()]
         start = 0
         for item in work:
@@ -198,7 +205,7 @@ class EngineLoop:
         self.counters.preemptions += 1
         self.release(request.key)
 
-    def _round(self, request: Request, proposal: Proposal) -> _Work:
+    def _round(self, request: Request, limit: int, proposal: Proposal) -> _Work:
         tree = build(request.tokens[-1], proposal)
         span = Span(
             token_ids=tree.token_ids,
@@ -208,7 +215,16 @@ class EngineLoop:
             logit_rows=range(tree.num_nodes),
             parents=tree.span_parents,
         )
-        return _Work(request=request, span=span, tree=tree, rows=(0, 0), is_prompt=False, q_KV=proposal.q_KV)
+        return _Work(
+            request=request,
+            span=span,
+            tree=tree,
+            rows=(0, 0),
+            is_prompt=False,
+            q_KV=proposal.q_KV,
+            limit=limit,
+            ranks=proposal.ranks or range(1, tree.num_nodes),
+        )
 
     def _chunk(self, request: Request, count: int) -> _Work:
         start = request.num_committed
@@ -250,10 +266,11 @@ class EngineLoop:
         self._finish_rounds(work)
 
     def _finish_rounds(self, work: list[_Work]) -> None:
-        accepted = [item.progress.num_accepted for item in work if not item.is_prompt and item.progress]
-        if accepted:
-            self._budget.finish(accepted)
-            self.counters.draft_limit_switches = self._budget.num_switches
+        rounds = [item for item in work if not item.is_prompt]
+        if rounds:
+            verified = [_verified(item) for item in rounds]
+            self._budget.finish(verified, is_alone=len(rounds) == len(work))
+            self.counters.budget = self._budget.state
 
     def _judge(self, work: list[_Work], output: ForwardOutput) -> None:
         judged = [(item, item.tree) for item in work if item.tree is not None]
@@ -420,3 +437,8 @@ def _score(work: Sequence[_Work], logits_RV: torch.Tensor) -> torch.Tensor:
 
 def _logprobs(verdict: Verdict, count: int) -> tuple[TokenLogprob, ...]:
     return tuple(entry for entry in verdict.logprobs[:count] if entry is not None)
+
+
+def _verified(item: _Work) -> Verified:
+    assert item.verdict is not None
+    return Verified(item.limit, [item.ranks[node - 1] for node in item.verdict.accepted.nodes[1:]])

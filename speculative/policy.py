@@ -4,47 +4,18 @@ Owns the settings of these choices, which stand among the algorithm's. Must neve
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from speculative.adaptive import DEFAULT_SLOTS, AdaptiveBudget, AdaptiveConfig
+from speculative.budgets.adaptive import AdaptiveBudget, AdaptiveConfig
+from speculative.budgets.budget import DraftBudget
+from speculative.budgets.count import DEFAULT_SLOTS, CountBudget, CountConfig
 from speculative.simulate import SimulatedAcceptance
 from speculative.verify import DrawAtEveryNode, Verify
 
 logger = logging.getLogger(__name__)
 
 OPTIONS = frozenset({"budget", "budget_slots", "simulate_acceptance"})
-
-
-class DraftBudget(Protocol):
-    """The most tokens a request may draft, decided anew for every round."""
-
-    @property
-    def num_switches(self) -> int: ...
-
-    def start(self, num_requests: int) -> int:
-        """The limit of the round that begins, for each of its requests (at least one)."""
-        ...
-
-    def finish(self, num_accepted: Sequence[int]) -> None:
-        """How many drafts stood in the round started last, of each request verified."""
-        ...
-
-
-class FixedBudget:
-    """Always the same limit; the proposer has its own besides."""
-
-    num_switches = 0
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-
-    def start(self, num_requests: int) -> int:  # noqa: ARG002 - part of the seam
-        return self._limit
-
-    def finish(self, num_accepted: Sequence[int]) -> None:
-        pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +27,14 @@ class DraftPolicy:
     is_simulated: bool = False
 
 
-def policy_of(options: Mapping[str, object], *, max_draft_tokens: int) -> DraftPolicy:
-    """Read the `OPTIONS` among the given ones. Raises ValueError naming the one that cannot work."""
-    budget = _budget(options, max_draft_tokens)
+def policy_of(
+    options: Mapping[str, object], *, max_draft_tokens: int, clock: Callable[[], float]
+) -> DraftPolicy:
+    """Read the `OPTIONS` among the given ones. Raises ValueError naming the one that cannot work.
+
+    `clock`: seconds, for what goes by how long rounds take.
+    """
+    budget = _budget(options, max_draft_tokens, clock)
     mean = _simulated_mean(options.get("simulate_acceptance", 0), max_draft_tokens)
     if not mean:
         return DraftPolicy(budget=budget)
@@ -70,18 +46,25 @@ def policy_of(options: Mapping[str, object], *, max_draft_tokens: int) -> DraftP
     return DraftPolicy(budget=budget, verify=DrawAtEveryNode(SimulatedAcceptance(mean)), is_simulated=True)
 
 
-def _budget(options: Mapping[str, object], max_draft_tokens: int) -> DraftBudget | None:
+def _budget(
+    options: Mapping[str, object], max_draft_tokens: int, clock: Callable[[], float]
+) -> DraftBudget | None:
     kind = options.get("budget", "fixed")
-    if kind not in ("fixed", "adaptive"):
-        raise ValueError(f"budget must be fixed or adaptive, got {kind!r}")
+    if kind not in ("fixed", "adaptive", "count"):
+        raise ValueError(f"budget must be fixed, adaptive or count, got {kind!r}")
     if kind == "fixed":
         if "budget_slots" in options:
             raise ValueError(
-                f"budget_slots must be left out unless budget is adaptive, got {options['budget_slots']!r}"
+                "budget_slots must be left out unless budget is adaptive or count,"
+                f" got {options['budget_slots']!r}"
             )
         return None
-    slots = _slots(str(options["budget_slots"])) if "budget_slots" in options else DEFAULT_SLOTS
-    return AdaptiveBudget(AdaptiveConfig(start=max_draft_tokens, max_tokens=max_draft_tokens, slots=slots))
+    slots = _slots(str(options["budget_slots"])) if "budget_slots" in options else None
+    if kind == "count":
+        return CountBudget(
+            CountConfig(start=max_draft_tokens, max_tokens=max_draft_tokens, slots=slots or DEFAULT_SLOTS)
+        )
+    return AdaptiveBudget(AdaptiveConfig(max_tokens=max_draft_tokens, slots=slots or {}), clock)
 
 
 def _slots(text: str) -> dict[int, tuple[int, ...]]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from engine.params import TokenLogprob
 from engine.request import Request
 from speculative.accept import FinishReason
+from speculative.budgets.budget import BudgetState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,7 @@ class LoopCounters:
     constrained_rows: int = 0  # logits rows masked by a grammar
     preemptions: int = 0
     draft_limit: int = 0  # of the last round
-    draft_limit_switches: int = 0
+    budget: BudgetState = field(default_factory=BudgetState)
     is_simulated: bool = False  # drafts stand whatever the target says
     accepted_at: list[int] = field(default_factory=list)  # [i]: rounds that accepted more than i drafts
 
@@ -65,7 +66,9 @@ class LoopCounters:
             "constrained_rows": self.constrained_rows,
             "preemptions": self.preemptions,
             "draft_limit": self.draft_limit,
-            "draft_limit_switches": self.draft_limit_switches,
+            "draft_limit_switches": self.budget.num_switches,
+            "draft_limit_probes": self.budget.num_probes,
+            "draft_gain": self.budget.gain,
             "simulated_acceptance": self.is_simulated,
         }
         per_position = {f"accepted_at_{i}": count for i, count in enumerate(self.accepted_at)}

@@ -51,10 +51,15 @@ class Proposal:
     Node 0 is the root; node i >= 1 is `token_ids[i - 1]` with parent `parents[i - 1]` < i.
     Siblings have distinct tokens. `q_KV` is the draft distribution each token was drawn from
     (`[K, V]` float32), or None when the tokens were chosen with certainty.
+
+    ranks: of each token, 1 for the one that a limit of 1 would have left, and so on: with a lower limit the
+    proposal would have been those within it. Empty: the tokens stand in that order. They serve to judge
+    limits; a proposer that cannot say exactly may be off.
     """
 
     token_ids: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
     q_KV: torch.Tensor | None = None
 
 

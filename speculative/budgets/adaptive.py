@@ -12,7 +12,7 @@ wait twice as long, and all the time that probes lose is kept to a small share.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from speculative.budgets.budget import BudgetState, Verified
+from speculative.budgets.budget import BudgetState, Verified, check_slots
 from speculative.budgets.costs import RoundCosts, range_of
 from speculative.budgets.standing import Standing
 
@@ -40,6 +40,10 @@ class AdaptiveConfig:
 
     max_tokens: int
     slots: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.slots:
+            check_slots(self.slots)
 
     def candidates(self, num_requests: int) -> list[int]:
         found = next(

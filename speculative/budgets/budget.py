@@ -3,7 +3,7 @@
 Owns no decision but the simplest. Must never know a request or an algorithm.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,6 +45,17 @@ class DraftBudget(Protocol):
     def finish(self, verified: Sequence[Verified], *, is_alone: bool) -> None:
         """The round started last is over. is_alone: nothing but these requests was computed in it."""
         ...
+
+
+def check_slots(slots: Mapping[int, Sequence[int]]) -> None:
+    """Raises ValueError unless it is, from batch size 1 on, smallest size -> ascending limits."""
+    if min(slots, default=0) != 1:
+        raise ValueError(f"budget_slots must begin with batch size 1, got {dict(slots)}")
+    for size, limits in slots.items():
+        if not limits or list(limits) != sorted(set(limits)) or limits[0] < 0:
+            raise ValueError(
+                f"budget_slots must give batch size {size} ascending limits of at least 0, got {limits}"
+            )
 
 
 class FixedBudget:

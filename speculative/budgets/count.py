@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from speculative.budgets.budget import BudgetState, Verified
+from speculative.budgets.budget import BudgetState, Verified, check_slots
 
 # Share of the difference by which the average moves to each batch's mean.
 _EMA_STEP = 0.2
@@ -39,14 +39,7 @@ class CountConfig:
     up_hysteresis: float = 0.0
 
     def __post_init__(self) -> None:
-        if min(self.slots, default=0) != 1:
-            raise ValueError(f"budget_slots must begin with batch size 1, got {dict(self.slots)}")
-        for size, candidates in self.slots.items():
-            if not candidates or list(candidates) != sorted(set(candidates)) or candidates[0] < 0:
-                raise ValueError(
-                    f"budget_slots must give batch size {size} ascending limits of at least 0,"
-                    f" got {candidates}"
-                )
+        check_slots(self.slots)
 
 
 class _Slot:

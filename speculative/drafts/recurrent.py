@@ -157,7 +157,9 @@ class RecurrentProposer:
             growth = self._grow([request for request, _ in drafting], num_steps)
             for index, (request, limit) in enumerate(drafting):
                 chosen = growth.select(index, limit)
-                drafted[request] = Proposal(token_ids=chosen.token_ids, parents=chosen.parents)
+                drafted[request] = Proposal(
+                    token_ids=chosen.token_ids, parents=chosen.parents, ranks=chosen.ranks
+                )
         return [drafted.get(request, Proposal()) for request in requests]
 
     @torch.inference_mode()

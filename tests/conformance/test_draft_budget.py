@@ -2,12 +2,17 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
+from random import Random
+from time import perf_counter
 
 import pytest
 
 from engine.request import Request
-from speculative.adaptive import AdaptiveBudget, AdaptiveConfig
-from speculative.build import EngineSettings, build_engine
+from speculative.budgets.adaptive import AdaptiveBudget, AdaptiveConfig
+from speculative.budgets.budget import BudgetState, DraftBudget, Verified
+from speculative.budgets.count import CountBudget, CountConfig
+from speculative.build import BuiltEngine, EngineSettings
+from speculative.build import build_engine as build
 from speculative.loop import EngineLoop
 from speculative.policy import DraftPolicy, policy_of
 from speculative.progress import Progress
@@ -29,8 +34,8 @@ def proposer(name: str) -> Proposer:
     return create_proposer(name, {"num_draft_tokens": 6})
 
 
-def adaptive_engine(name: str, start: int) -> EngineLoop:
-    budget = AdaptiveBudget(AdaptiveConfig(start=start, max_tokens=6, slots=SLOTS))
+def counting_engine(name: str, start: int) -> EngineLoop:
+    budget = CountBudget(CountConfig(start=start, max_tokens=6, slots=SLOTS))
     return make_engine(proposer(name), num_pages=600, policy=DraftPolicy(budget=budget))
 
 
@@ -42,13 +47,13 @@ def requests_of(lengths: Mapping[int, int]) -> list[Request]:
 @pytest.mark.parametrize("name", ["ngram", "bushy"])
 @pytest.mark.parametrize("start", [0, 6])
 def test_greedy_equals_transformers_while_the_limit_switches(name: str, start: int) -> None:
-    engine = adaptive_engine(name, start)
+    engine = counting_engine(name, start)
     requests = requests_of({5: 120, 33: 60, 64: 60, 129: 20})
     history = run(engine, requests)
     for request in requests:
         expected = reference(request.prompt_ids, request.sampling.max_tokens)
         assert tuple(tokens_of(history[str(request.key)])) == expected, request.key
-    assert engine.counters.draft_limit_switches >= 2
+    assert engine.counters.budget.num_switches >= 2
 
 
 def settings(draft_options: Mapping[str, object], *, is_prefill_only: bool = False) -> EngineSettings:
@@ -71,6 +76,10 @@ def settings(draft_options: Mapping[str, object], *, is_prefill_only: bool = Fal
     )
 
 
+def build_engine(settings: EngineSettings) -> BuiltEngine:
+    return build(settings, clock=perf_counter)
+
+
 def test_an_engine_takes_its_policy_from_the_draft_options() -> None:
     engine = build_engine(settings({"budget": "adaptive", "budget_slots": "1:2"})).loop
     run(engine, requests_of({20: 10}))
@@ -86,7 +95,7 @@ def test_a_prefill_engine_ignores_the_policy() -> None:
 class ScriptedBudget:
     """Limits that jump every round, none included."""
 
-    num_switches = 0
+    state = BudgetState()
 
     def __init__(self) -> None:
         self._limits = cycle([4, 0, 1, 0, 0, 6, 2, 0, 6])
@@ -95,8 +104,19 @@ class ScriptedBudget:
         assert num_requests > 0
         return next(self._limits)
 
-    def finish(self, num_accepted: Sequence[int]) -> None:
-        assert len(num_accepted) > 0
+    def finish(self, verified: Sequence[Verified], *, is_alone: bool) -> None:
+        assert len(verified) > 0
+
+
+def jumpy() -> AdaptiveBudget:
+    """On a clock that tells nonsense, so that limits keep moving."""
+    rng, now = Random(5), [0.0]
+
+    def clock() -> float:
+        now[0] += rng.uniform(0.1, 1.0) ** 2
+        return now[0]
+
+    return AdaptiveBudget(AdaptiveConfig(max_tokens=6), clock)
 
 
 DRAFTERS: Mapping[str, Callable[[], Proposer]] = {
@@ -109,13 +129,13 @@ DRAFTERS: Mapping[str, Callable[[], Proposer]] = {
 }
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("page_size", "budget"), [(1, ScriptedBudget), (16, ScriptedBudget), (16, jumpy)])
 @pytest.mark.parametrize("make", DRAFTERS.values(), ids=DRAFTERS)
 def test_greedy_equals_transformers_for_every_algorithm_under_jumping_limits(
-    make: Callable[[], Proposer], page_size: int
+    make: Callable[[], Proposer], page_size: int, budget: Callable[[], DraftBudget]
 ) -> None:
     engine = make_engine(
-        make(), page_size=page_size, num_pages=2400 // page_size, policy=DraftPolicy(budget=ScriptedBudget())
+        make(), page_size=page_size, num_pages=2400 // page_size, policy=DraftPolicy(budget=budget())
     )
     requests = requests_of({2: 25, 16: 30, 33: 40, 64: 20, 129: 20})
     history = run(engine, requests)
@@ -132,7 +152,7 @@ def test_draft_kv_keeps_step_through_rounds_that_draft_nothing() -> None:
 
 
 def test_every_request_keeps_to_the_limit_of_its_round() -> None:
-    engine = adaptive_engine("bushy", 6)
+    engine = counting_engine("bushy", 6)
     for request in requests_of({5: 120, 33: 60, 64: 60}):
         engine.add(request)
     limits = set()
@@ -145,7 +165,7 @@ def test_every_request_keeps_to_the_limit_of_its_round() -> None:
 
 
 def test_the_limit_and_its_switches_are_counted_for_status() -> None:
-    engine = adaptive_engine("bushy", 6)
+    engine = counting_engine("bushy", 6)
     assert engine.counters.as_dict()["draft_limit"] == 0.0
     run(engine, requests_of({5: 120}))
     counts = engine.counters.as_dict()
@@ -157,7 +177,7 @@ def test_the_limit_and_its_switches_are_counted_for_status() -> None:
 def test_without_a_budget_the_limit_is_what_the_algorithm_drafts() -> None:
     engine = make_engine(proposer("bushy"))
     run(engine, requests_of({20: 60}))
-    assert (engine.counters.draft_limit, engine.counters.draft_limit_switches) == (6, 0)
+    assert (engine.counters.draft_limit, engine.counters.budget.num_switches) == (6, 0)
 
 
 class WrongProposer(BushyProposer):
@@ -174,7 +194,7 @@ def simulated(mean: float) -> tuple[EngineLoop, list[Progress]]:
     engine = make_engine(
         WrongProposer(),
         num_pages=600,
-        policy=policy_of({"simulate_acceptance": mean}, max_draft_tokens=4),
+        policy=policy_of({"simulate_acceptance": mean}, max_draft_tokens=4, clock=perf_counter),
     )
     history = run(engine, [make_request("r", prompt_of(20), max_tokens=301)])
     return engine, history["r"]

@@ -42,16 +42,17 @@ def test_worked_example_grows_the_beams_scores_and_parents_of_the_digest() -> No
 
 
 @pytest.mark.parametrize(
-    ("limit", "candidates", "token_ids", "parents", "positions"),
+    ("limit", "candidates", "token_ids", "parents", "positions", "ranks"),
     [
-        (3, (0, 1, 2), (1, 2, 3), (0, 0, 1), (7, 8, 8, 9)),
-        (4, (0, 1, 2, 6), (1, 2, 3, 7), (0, 0, 1, 3), (7, 8, 8, 9, 10)),
+        (3, (0, 1, 2), (1, 2, 3), (0, 0, 1), (7, 8, 8, 9), (1, 3, 2)),
+        (4, (0, 1, 2, 6), (1, 2, 3, 7), (0, 0, 1, 3), (7, 8, 8, 9, 10), (1, 3, 2, 4)),
         (
             7,
             (0, 1, 2, 3, 4, 6, 8),
             (1, 2, 3, 4, 5, 7, 9),
             (0, 0, 1, 1, 2, 3, 5),
             (7, 8, 8, 9, 9, 9, 10, 10),
+            (1, 3, 2, 6, 5, 4, 7),
         ),
     ],
 )
@@ -61,9 +62,10 @@ def test_worked_example_selects_the_digest_s_nodes(
     token_ids: tuple[int, ...],
     parents: tuple[int, ...],
     positions: tuple[int, ...],
+    ranks: tuple[int, ...],
 ) -> None:
     selection = worked_example()[0].select(0, limit)
-    assert selection == Selection(candidates=candidates, token_ids=token_ids, parents=parents)
+    assert selection == Selection(candidates=candidates, token_ids=token_ids, parents=parents, ranks=ranks)
     assert tree_of(9, selection).positions(7) == positions
 
 
@@ -84,7 +86,9 @@ def test_one_candidate_per_step_is_a_chain() -> None:
     growth.expand(floats([[[0.7]]]), ids([[[6]]]))
     assert growth.row_parents_BR.tolist() == [[-1, 0, 1]]
     selection = growth.select(0, 8)
-    assert selection == Selection(candidates=(0, 1, 2), token_ids=(4, 5, 6), parents=(0, 1, 2))
+    assert selection == Selection(
+        candidates=(0, 1, 2), token_ids=(4, 5, 6), parents=(0, 1, 2), ranks=(1, 2, 3)
+    )
     assert tree_of(3, selection).positions(10) == (10, 11, 12, 13)
 
 
@@ -152,6 +156,9 @@ def test_random_growths_with_and_without_ties_equal_the_plain_reference(levels: 
             selection = growth.select(index, limit)
             assert list(selection.candidates) == chosen
             assert list(selection.parents) == parents
+            for lower in range(1, limit):
+                kept = [c for c, r in zip(selection.candidates, selection.ranks, strict=True) if r <= lower]
+                assert growth.select(index, lower).candidates == tuple(kept)
             assert growth.row_parents_BR[index].tolist() == row_parents
 
 

@@ -3,8 +3,10 @@ import logging
 import pytest
 
 from speculative.accept import walk
-from speculative.adaptive import AdaptiveBudget
-from speculative.policy import policy_of
+from speculative.budgets.adaptive import AdaptiveBudget
+from speculative.budgets.count import CountBudget
+from speculative.policy import DraftPolicy
+from speculative.policy import policy_of as read_policy
 from speculative.proposer import Proposal
 from speculative.simulate import SimulatedAcceptance
 from speculative.tree import build
@@ -14,6 +16,10 @@ CHAIN = build(9, Proposal(token_ids=(1, 2, 3, 4), parents=(0, 1, 2, 3)))
 REFUSED = (50, 60, 70, 80, 90)
 
 
+def policy_of(options: dict[str, object], *, max_draft_tokens: int) -> DraftPolicy:
+    return read_policy(options, max_draft_tokens=max_draft_tokens, clock=lambda: 0.0)
+
+
 def test_nothing_is_adaptive_or_simulated_unless_asked(caplog: pytest.LogCaptureFixture) -> None:
     policy = policy_of({"num_steps": 3}, max_draft_tokens=4)
     assert (policy.budget, policy.is_simulated) == (None, False)
@@ -21,14 +27,21 @@ def test_nothing_is_adaptive_or_simulated_unless_asked(caplog: pytest.LogCapture
     assert caplog.records == []
 
 
-def test_adaptive_starts_at_what_the_algorithm_drafts() -> None:
-    budget = policy_of({"budget": "adaptive"}, max_draft_tokens=6).budget
-    assert isinstance(budget, AdaptiveBudget)
+def test_count_starts_at_what_the_algorithm_drafts() -> None:
+    budget = policy_of({"budget": "count"}, max_draft_tokens=6).budget
+    assert isinstance(budget, CountBudget)
     assert [budget.start(size) for size in (1, 8, 32, 64)] == [6, 3, 1, 0]
 
 
-def test_slots_can_be_given() -> None:
-    budget = policy_of({"budget": "adaptive", "budget_slots": "1:0/2;4:0"}, max_draft_tokens=6).budget
+def test_adaptive_starts_the_lower_the_larger_the_batch_and_within_what_the_algorithm_drafts() -> None:
+    budget = policy_of({"budget": "adaptive"}, max_draft_tokens=6).budget
+    assert isinstance(budget, AdaptiveBudget)
+    assert [budget.start(size) for size in (1, 8, 32, 64)] == [4, 2, 0, 0]
+
+
+@pytest.mark.parametrize("kind", ["adaptive", "count"])
+def test_slots_can_be_given(kind: str) -> None:
+    budget = policy_of({"budget": kind, "budget_slots": "1:0/2;4:0"}, max_draft_tokens=6).budget
     assert budget is not None
     assert [budget.start(size) for size in (1, 3, 4)] == [2, 2, 0]
 
@@ -43,8 +56,11 @@ def test_simulation_is_loud(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"budget": "greedy"}, "budget must be fixed or adaptive, got 'greedy'"),
-        ({"budget_slots": "1:1"}, "budget_slots must be left out unless budget is adaptive, got '1:1'"),
+        ({"budget": "greedy"}, "budget must be fixed, adaptive or count, got 'greedy'"),
+        (
+            {"budget_slots": "1:1"},
+            "budget_slots must be left out unless budget is adaptive or count, got '1:1'",
+        ),
         ({"budget": "adaptive", "budget_slots": "1"}, "budget_slots must be like 1:0/1/3;8:0/1, got '1'"),
         ({"simulate_acceptance": "lots"}, "simulate_acceptance must be a number in .*, got 'lots'"),
         ({"simulate_acceptance": -1}, "simulate_acceptance must be a number in .*, got -1"),
