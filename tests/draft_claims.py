@@ -4,6 +4,9 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
+from engine.pool import PagePool
 from engine.request import Request
 from speculative.loop import EngineLoop
 from speculative.progress import Progress
@@ -104,9 +107,10 @@ def check_release(make: Make, steps: int) -> None:
     assert tuple(tokens_of(run(engine, [spared])["spared"])) == reference(spared.prompt_ids, 12)
 
 
-def check_preemption(make: Make) -> None:
-    """Short of pages, drafts are dropped before requests are; nothing leaks and no text changes."""
-    engine = make_engine(make(), page_size=4, num_pages=14, max_running=4, reserve_tokens=1)
+def check_preemption(make: Make, *, page_size: int = 4, num_pages: int = 14) -> EngineLoop:
+    """Short of pages, drafts are dropped before requests are; nothing leaks and no text changes. Returns
+    the engine, for its counts."""
+    engine = make_engine(make(), page_size=page_size, num_pages=num_pages, max_running=4, reserve_tokens=1)
     requests = [make_request(f"r{i}", prompt_of(9, seed=i), max_tokens=30) for i in range(3)]
     for request in requests:
         engine.add(request)
@@ -124,7 +128,8 @@ def check_preemption(make: Make) -> None:
         text = tuple(texts[request.key])
         assert text == reference(request.prompt_ids, 30)[: len(text)]
         assert (request in preempted) == (len(text) < 30)
-    assert engine.cache.num_available == 14
+    assert engine.cache.num_available == num_pages
+    return engine
 
 
 def check_scratch_is_never_read_back(make: Make) -> None:
@@ -141,6 +146,15 @@ def check_scratch_is_never_read_back(make: Make) -> None:
                 spoil_after(engine, request)
         histories.append(rounds_of(history))
     assert histories[0] == histories[1]
+
+
+def kv_of_slots(pool: PagePool, request: Request, count: int) -> dict[tuple[str, int], torch.Tensor]:
+    """K and V of the request's first `count` slots, by (pool, layer), target and draft."""
+    size = pool.layout.page_size
+    page_T = torch.tensor([request.pages[slot // size] for slot in range(count)])
+    offset_T = torch.arange(count) % size
+    layers = {(region.pool, region.layer) for region in pool.layout.regions}
+    return {layer: pool.kv_pair(*layer)[page_T, :, offset_T].clone() for layer in sorted(layers)}
 
 
 def spoil_after(engine: EngineLoop, request: Request) -> None:

@@ -14,7 +14,11 @@ Continuation = Callable[[Request, int], list[int]]
 
 
 class BushyProposer:
-    """Hides the true continuation, up to a random depth, in a random tree of wrong branches."""
+    """Hides the true continuation, up to a random depth, in a random tree of wrong branches.
+
+    A tree is a function of the request's text and seed and of the limit, so that it does not depend on
+    company, pages or node.
+    """
 
     def __init__(
         self, continuation: Continuation, *, vocab_size: int, num_draft_tokens: int, seed: int
@@ -22,7 +26,7 @@ class BushyProposer:
         self.needs = DraftNeeds(max_draft_tokens=num_draft_tokens)
         self._continuation = continuation
         self._vocab_size = vocab_size
-        self._random = random.Random(seed)
+        self._seed = seed
         self.live: set[object] = set()
         self.forgotten: list[object] = []
 
@@ -36,16 +40,17 @@ class BushyProposer:
         return [self._tree(request, limit) for request, limit in zip(requests, limits, strict=True)]
 
     def _tree(self, request: Request, limit: int) -> Proposal:
-        budget = self._random.randint(0, limit)
-        truth = self._continuation(request, budget)[: self._random.randint(0, budget)]
+        rng = random.Random(f"{self._seed} {request.sampling.seed} {request.tokens} {limit}")
+        budget = rng.randint(0, limit)
+        truth = self._continuation(request, budget)[: rng.randint(0, budget)]
         tokens: list[int] = []
         parents: list[int] = []
         used: set[tuple[int, int]] = set()
         tip = 0
         while len(tokens) < budget:
-            wants_truth = bool(truth) and self._random.random() < 0.6
-            parent = tip if wants_truth else self._random.randint(0, len(tokens))
-            token = truth[0] if wants_truth else self._random.randrange(self._vocab_size)
+            wants_truth = bool(truth) and rng.random() < 0.6
+            parent = tip if wants_truth else rng.randint(0, len(tokens))
+            token = truth[0] if wants_truth else rng.randrange(self._vocab_size)
             if (parent, token) in used or (parent == tip and not wants_truth and truth and token == truth[0]):
                 continue
             used.add((parent, token))

@@ -150,6 +150,7 @@ class NodePair:
         faults: Callable[[WriteHandle], Fault] | None = None,
         algorithm: str = "none",
         draft_options: Mapping[str, object] | None = None,
+        decode_proposer: Proposer | None = None,
         decode_identity: SemanticIdentity = IDENTITY,
         prefill_options: Mapping[str, Any] | None = None,
         decode_options: Mapping[str, Any] | None = None,
@@ -164,7 +165,7 @@ class NodePair:
         self.decode = make_decode(
             "D",
             self.fabric,
-            proposer=create_proposer(algorithm, options),
+            proposer=decode_proposer or create_proposer(algorithm, options),
             identity=decode_identity,
             **(decode_options or {}),
         )

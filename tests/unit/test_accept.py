@@ -31,7 +31,7 @@ VOCAB_SIZE = 11
         (build(5, Proposal()), [2], (0,), (2,)),
     ],
 )
-def test_the_walk_follows_drawn_tokens_as_far_as_they_were_drafted(
+def test_eagle_g2_g3_the_walk_follows_drawn_tokens_as_far_as_drafted(
     tree: Tree, drawn: list[int], nodes: tuple[int, ...], emitted: tuple[int, ...]
 ) -> None:
     outcome = walk(tree, drawn)
@@ -40,7 +40,7 @@ def test_the_walk_follows_drawn_tokens_as_far_as_they_were_drafted(
     assert outcome.num_advanced == len(nodes)
 
 
-def test_the_walk_reproduces_golden_greedy_trees() -> None:
+def test_golden_trees_greedy_walk_is_reproduced() -> None:
     for case in golden_cases(seed=7):
         parents = tuple(case["tree"]["parent"][1:])
         tree = build(case["root"], Proposal(token_ids=tuple(case["tokens"]), parents=parents))

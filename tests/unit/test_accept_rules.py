@@ -42,14 +42,14 @@ def dense(rows: list[Sparse]) -> torch.Tensor:
         ([0.1, 0.4, 0.9, 0.2, 0.5], 0.2, (0, 1), (1, 8)),
     ],
 )
-def test_target_only_gives_the_golden_outcome(
+def test_eagle_g4_target_only_outcomes(
     coins: list[float], final: float, nodes: tuple[int, ...], emitted: tuple[int, ...]
 ) -> None:
     outcome = target_only(G4_TREE, dense(G4_ROWS), coins=coins, final_coin=final)
     assert (outcome.nodes, outcome.token_ids) == (nodes, emitted)
 
 
-def test_lossy_thresholds_accept_more_than_the_law_allows() -> None:
+def test_eagle_g4_lossy_thresholds_accept_more_than_the_law_allows() -> None:
     p_NV = dense(G4_ROWS)
     outcome = target_only(
         G4_TREE, p_NV, coins=[0.75, 0.9, 0.5, 0.5, 0.5], final_coin=0.7, lossy_accept_threshold=0.5
@@ -59,7 +59,7 @@ def test_lossy_thresholds_accept_more_than_the_law_allows() -> None:
     assert outcome.nodes == (0, 1, 3, 4)
 
 
-def test_the_first_token_of_target_only_follows_p() -> None:
+def test_eagle_g4_the_first_token_follows_p() -> None:
     counts = torch.zeros(10, dtype=torch.float64)
     for coin in (torch.arange(1000) + 0.5) / 1000:
         outcome = target_only(G4_TREE, dense(G4_ROWS), coins=[float(coin)] * 5, final_coin=0.5)
@@ -86,7 +86,7 @@ def test_target_only_draws_what_no_child_covers_from_the_rest_of_p() -> None:
         ([3, 0], [0.0, 0.0], 0.49, (0,)),
     ],
 )
-def test_chain_rejection_gives_the_golden_outcome(
+def test_eagle_g5_chain_rejection_outcomes(
     drafts: list[int], coins: list[float], final: float, emitted: tuple[int, ...]
 ) -> None:
     outcome = chain_rejection(drafts, G5_P, G5_Q, coins=coins, final_coin=final)
@@ -95,14 +95,16 @@ def test_chain_rejection_gives_the_golden_outcome(
 
 
 @pytest.mark.parametrize(("coin", "emitted"), [(0.29, (1, 0)), (0.31, (0,))])
-def test_a_certain_draft_is_accepted_with_its_probability(coin: float, emitted: tuple[int, ...]) -> None:
+def test_eagle_g5_a_certain_draft_is_accepted_with_its_probability(
+    coin: float, emitted: tuple[int, ...]
+) -> None:
     one_hot = torch.tensor([[0.0, 1.0, 0.0, 0.0]], dtype=torch.float64)
     p_NV = torch.stack((G5_P[0], torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)))
     outcome = chain_rejection([1], p_NV, one_hot, coins=[coin], final_coin=0.5)
     assert outcome.token_ids == emitted
 
 
-def test_a_certain_target_accepts_its_token_whatever_the_coin() -> None:
+def test_eagle_g5_a_certain_target_accepts_its_token_whatever_the_coin() -> None:
     p_NV = torch.tensor([[0.0, 0.0, 1.0, 0.0]] * 2, dtype=torch.float64)
     outcome = chain_rejection([2], p_NV, G5_Q[1:], coins=[0.999], final_coin=0.5)
     assert outcome.token_ids == (2, 2)
@@ -111,7 +113,7 @@ def test_a_certain_target_accepts_its_token_whatever_the_coin() -> None:
 @pytest.mark.parametrize(
     ("drafts", "coins", "emitted"), [([1, 1], [0.6, 0.5], (1, 1, 2)), ([1, 0], [0.4, 0.9], (0,))]
 )
-def test_block_verification_gives_the_golden_outcome(
+def test_eagle_g5_block_verification_outcomes(
     drafts: list[int], coins: list[float], emitted: tuple[int, ...]
 ) -> None:
     outcome = block_verification(drafts, G5_P, G5_Q, coins=coins, final_coin=0.5)
@@ -119,7 +121,7 @@ def test_block_verification_gives_the_golden_outcome(
 
 
 @pytest.mark.parametrize("verify", [chain_rejection, block_verification])
-def test_the_first_token_of_a_drawn_draft_follows_p(verify: Callable[..., Acceptance]) -> None:
+def test_eagle_g5_the_first_token_of_a_drawn_draft_follows_p(verify: Callable[..., Acceptance]) -> None:
     steps, law = 30, torch.zeros(4, dtype=torch.float64)
     grid = [(i + 0.5) / steps for i in range(steps)]
     p_NV, q_KV = G5_P[[0, 2]], G5_Q[:1]
@@ -150,7 +152,7 @@ def test_both_tokens_of_a_block_follow_the_joint_law() -> None:
     assert pair.flatten().tolist() == pytest.approx([0.1875, 0.5625, 0.0625, 0.1875], abs=0.02)
 
 
-def test_golden_trees_and_chains_are_reproduced() -> None:
+def test_golden_trees_sampled_trees_and_chains_are_reproduced() -> None:
     for case in golden_cases(seed=5):
         parents = tuple(case["tree"]["parent"][1:])
         tree = build(case["root"], Proposal(token_ids=tuple(case["tokens"]), parents=parents))

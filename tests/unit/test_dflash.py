@@ -40,7 +40,7 @@ GOLDEN_LAYER_IDS = {
 
 
 @pytest.mark.parametrize(("depths", "expected"), GOLDEN_LAYER_IDS.items())
-def test_g1_layers_tapped_by_default(depths: tuple[int, int], expected: tuple[int, ...]) -> None:
+def test_dflash_g1_layers_tapped_by_default(depths: tuple[int, int], expected: tuple[int, ...]) -> None:
     assert default_target_layers(*depths) == expected
 
 
@@ -157,7 +157,7 @@ def near(values: list[float]) -> Any:
     return pytest.approx(values, abs=1e-5)
 
 
-def test_g3_two_rounds_of_the_tiny_drafter() -> None:
+def test_dflash_g3_two_rounds_of_the_tiny_drafter() -> None:
     golden = Golden()
     golden.observe(0, 4, 3)
     row1 = golden.hidden(golden.block(4, 3))[1]
@@ -175,7 +175,7 @@ def test_g3_two_rounds_of_the_tiny_drafter() -> None:
     assert (proposal.token_ids, proposal.parents) == ((2, 2, 8), (0, 1, 2))
 
 
-def test_g3_appended_context_is_the_context_built_at_once() -> None:
+def test_dflash_g3_appended_context_is_the_context_built_at_once() -> None:
     appended, at_once = Golden(), Golden()
     appended.observe(0, 3)
     appended.observe(3, 4, 3)
@@ -191,7 +191,7 @@ def test_g3_appended_context_is_the_context_built_at_once() -> None:
             )
 
 
-def test_g3_a_missed_append_a_shifted_start_and_a_shorter_block_all_change_row_one() -> None:
+def test_dflash_g3_a_missed_append_a_shifted_start_and_a_shorter_block_all_change_row_one() -> None:
     golden, forgetful = Golden(), Golden()
     golden.observe(0, 7, 3, 2, 2, 5)
     forgetful.observe(0, 4, 3)
@@ -207,7 +207,7 @@ def test_g3_a_missed_append_a_shifted_start_and_a_shorter_block_all_change_row_o
     )
 
 
-def test_g3_g10_blocks_of_one_forward_see_their_own_context_and_rows_alone() -> None:
+def test_dflash_g3_g10_blocks_of_one_forward_see_their_own_context_and_rows_alone() -> None:
     golden, other = Golden(), Golden()
     golden.observe(0, 9, 3, 2, 2, 5)
     other.observe(0, 9, 3, 2, 2, 5)
@@ -222,13 +222,15 @@ def test_g3_g10_blocks_of_one_forward_see_their_own_context_and_rows_alone() -> 
 
 
 @pytest.mark.parametrize(("anchor", "context"), [(1, 1), (3, 3)])
-def test_g10_a_block_sees_context_before_its_anchor_and_all_its_rows(anchor: int, context: int) -> None:
+def test_dflash_g10_a_block_sees_context_before_its_anchor_and_all_its_rows(
+    anchor: int, context: int
+) -> None:
     span = Golden().block(anchor, 5, width=3)
     seen = visible(SpanMask.of(span, window=None), 0, anchor + 3 + 2)
     assert seen.tolist() == [[True] * (context + 3) + [False] * 2] * 3
 
 
-def test_g2_blocks_are_the_root_and_masks_at_the_next_positions() -> None:
+def test_dflash_g2_blocks_are_the_root_and_masks_at_the_next_positions() -> None:
     config = zlab_config(block_size=4, dflash_config={"target_layer_ids": [0, 1], "mask_token_id": 99})
     proposer = DflashProposer(DflashConfig(draft=str(save_draft(config, dflash_tensors()))))
     blocks = []
@@ -243,7 +245,7 @@ def test_g2_blocks_are_the_root_and_masks_at_the_next_positions() -> None:
     assert [block.is_bidirectional for block in blocks] == [True, True]
 
 
-def test_g4_the_longest_matching_run_stands() -> None:
+def test_dflash_g4_the_longest_matching_run_stands() -> None:
     candidates = [[10, 11, 12, 13], [20, 21, 22, 23], [30, 31, 32, 33], [40, 41, 42, 43]]
     drawn = [[11, 12, 99, 14], [77, 22, 23, 24], [31, 32, 33, 34], [41, 88, 43, 44]]
     outcomes = [
@@ -264,7 +266,7 @@ def kv_bytes(*shapes: tuple[int, int, int]) -> int:
     return build_layout(page_size=16, dtype="bfloat16", pools=specs).page_bytes // 16
 
 
-def test_g13_bytes_per_token_of_target_and_draft() -> None:
+def test_dflash_g13_bytes_per_token_of_target_and_draft() -> None:
     assert [kv_bytes((36, 8, 128)), kv_bytes((5, 8, 128))] == [147456, 20480]
     assert [kv_bytes((30, 3, 64)), kv_bytes((2, 3, 64)), kv_bytes((5, 3, 64))] == [23040, 1536, 3840]
     assert kv_bytes((30, 3, 64), (2, 3, 64)) == 23040 + 1536

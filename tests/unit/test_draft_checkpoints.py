@@ -150,7 +150,7 @@ def test_switches_mean_what_their_layout_means_by_them() -> None:
     assert head_facts(eagle3_config(use_aux_norm=True)).fc_norm
 
 
-def test_d2t_holds_offsets() -> None:
+def test_eagle_g8_d2t_holds_offsets() -> None:
     """G8"""
     assert target_ids_of(torch.tensor([0, 0, 3, 3]), target_vocab=8).tolist() == [0, 1, 5, 6]
 

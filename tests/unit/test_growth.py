@@ -32,7 +32,7 @@ def tree_of(root: int, selection: Selection) -> Tree:
     return build(root, Proposal(token_ids=selection.token_ids, parents=selection.parents))
 
 
-def test_worked_example_grows_the_beams_scores_and_parents_of_the_digest() -> None:
+def test_eagle_g1_grows_the_beams_scores_and_parents() -> None:
     growth, beams = worked_example()
     assert [step.token_ids_BK.tolist() for step in beams] == [[[1, 2]], [[3, 5]], [[7, 9]]]
     assert [step.sources_BK.tolist() for step in beams] == [[[-1, -1]], [[0, 1]], [[0, 1]]]
@@ -56,7 +56,7 @@ def test_worked_example_grows_the_beams_scores_and_parents_of_the_digest() -> No
         ),
     ],
 )
-def test_worked_example_selects_the_digest_s_nodes(
+def test_eagle_g1_selects_the_nodes(
     limit: int,
     candidates: tuple[int, ...],
     token_ids: tuple[int, ...],
@@ -69,7 +69,7 @@ def test_worked_example_selects_the_digest_s_nodes(
     assert tree_of(9, selection).positions(7) == positions
 
 
-def test_worked_example_has_the_digest_s_masks() -> None:
+def test_eagle_g1_has_the_packed_masks() -> None:
     growth, _ = worked_example()
     packed = {limit: tree_of(9, growth.select(0, limit)).ancestor_bits() for limit in (3, 4, 7)}
     assert packed == {
@@ -79,7 +79,7 @@ def test_worked_example_has_the_digest_s_masks() -> None:
     }
 
 
-def test_one_candidate_per_step_is_a_chain() -> None:
+def test_eagle_g3_one_candidate_per_step_is_a_chain() -> None:
     """G3"""
     growth = Growth(floats([[0.9]]), ids([[4]]))
     growth.expand(floats([[[0.8]]]), ids([[[5]]]))
@@ -92,7 +92,7 @@ def test_one_candidate_per_step_is_a_chain() -> None:
     assert tree_of(3, selection).positions(10) == (10, 11, 12, 13)
 
 
-def test_one_step_is_a_star() -> None:
+def test_eagle_g3_one_step_is_a_star() -> None:
     """G3"""
     growth = Growth(floats([[0.5, 0.3, 0.1]]), ids([[7, 8, 9]]))
     tree = tree_of(1, growth.select(0, 3))
@@ -162,7 +162,7 @@ def test_random_growths_with_and_without_ties_equal_the_plain_reference(levels: 
             assert growth.row_parents_BR[index].tolist() == row_parents
 
 
-def test_parents_of_golden_trees_are_reproduced() -> None:
+def test_golden_trees_parents_are_reproduced() -> None:
     """Of the published file where it is at hand; growths of the plain reference otherwise and besides."""
     for case in golden_cases(seed=3):
         if "parent_list" in case:

@@ -12,7 +12,7 @@ def words(*values: int) -> list[np.ndarray]:
     return [np.array([value], dtype=np.uint32) for value in values]
 
 
-def test_murmur3_gives_the_published_hash_of_a_text() -> None:
+def test_eagle_g6_murmur3_of_a_text() -> None:
     assert int(murmur3(words(int.from_bytes(b"test", "little")))[0]) == 0xBA6BD213
 
 
@@ -23,18 +23,18 @@ def test_murmur3_gives_the_published_hash_of_a_text() -> None:
         (1234567890123, 7, [0xAC5243D1, 0xFDACBD76, 0xAF7C23A8, 0xD41E688A, 0xCCE3E8A2]),
     ],
 )
-def test_murmur3_of_seed_position_column_is_golden(seed: int, position: int, hashes: list[int]) -> None:
+def test_eagle_g6_murmur3_of_seed_position_column(seed: int, position: int, hashes: list[int]) -> None:
     for column, expected in enumerate(hashes):
         key = words(seed & 0xFFFFFFFF, seed >> 32, position, column)
         assert int(murmur3(key)[0]) == expected
 
 
-def test_coins_of_a_seed_are_golden() -> None:
+def test_eagle_g6_coins_of_a_seed() -> None:
     coins = [coin(42, 10, column) for column in range(5)]
     assert coins == pytest.approx([0.2441336, 0.8256894, 0.8625250, 0.4477756, 0.9399493], abs=5e-8)
 
 
-def test_coins_equal_the_reference_and_stay_below_one() -> None:
+def test_golden_trees_coins_equal_the_reference_and_stay_below_one() -> None:
     for case in golden_coins(seed=11):
         value = coin(case["seed"], case["position"], case["column"])
         assert value == pytest.approx(case["coin"], abs=6e-8)

@@ -11,7 +11,7 @@ def tree_of(root: int, tokens: list[int], parents: list[int]) -> Tree:
     return build(root, Proposal(token_ids=tuple(tokens), parents=tuple(parents)))
 
 
-def test_a_tree_of_four_drafts_has_the_golden_layout() -> None:
+def test_eagle_g1_a_tree_of_four_drafts_has_its_layout() -> None:
     tree = tree_of(9, [1, 2, 3, 7], [0, 0, 1, 3])
     assert tree.token_ids == (9, 1, 2, 3, 7)
     assert tree.parents == tree.span_parents == (-1, 0, 0, 1, 3)
@@ -22,14 +22,14 @@ def test_a_tree_of_four_drafts_has_the_golden_layout() -> None:
     assert not tree.is_chain
 
 
-def test_a_tree_of_seven_drafts_has_the_golden_layout() -> None:
+def test_eagle_g1_a_tree_of_seven_drafts_has_its_layout() -> None:
     tree = tree_of(9, [1, 2, 3, 4, 5, 7, 9], [0, 0, 1, 1, 2, 3, 5])
     assert tree.positions(7) == (7, 8, 8, 9, 9, 9, 10, 10)
     assert tree.ancestor_bits() == (1, 3, 5, 11, 19, 37, 75, 165)
     assert tree.links() == ((1, 3, 5, 6, -1, 7, -1, -1), (-1, 2, -1, 4, -1, -1, -1, -1))
 
 
-def test_a_chain_is_a_plain_causal_span() -> None:
+def test_eagle_g3_a_chain_is_a_plain_causal_span() -> None:
     tree = tree_of(3, [4, 5, 6], [0, 1, 2])
     assert tree.is_chain
     assert tree.span_parents is None
@@ -38,7 +38,7 @@ def test_a_chain_is_a_plain_causal_span() -> None:
     assert tree.links()[0] == (1, 2, 3, -1)
 
 
-def test_a_star_links_its_siblings_in_node_order() -> None:
+def test_eagle_g3_a_star_links_its_siblings_in_node_order() -> None:
     tree = tree_of(3, [4, 5, 6], [0, 0, 0])
     assert tree.positions(2) == (2, 3, 3, 3)
     assert tree.links() == ((1, -1, -1, -1), (-1, 2, 3, -1))
@@ -71,7 +71,7 @@ def test_one_token_may_stand_below_different_parents() -> None:
     assert tree_of(9, [9, 9, 9], [0, 1, 2]).paths[-1] == (9, 9, 9)
 
 
-def test_the_layout_of_golden_trees_is_reproduced() -> None:
+def test_golden_trees_layout_is_reproduced() -> None:
     for case in golden_cases(seed=3):
         expected = case["tree"]
         tree = tree_of(case["root"], case["tokens"], expected["parent"][1:])
