@@ -27,7 +27,7 @@ def budget_of(candidates: tuple[int, ...], **options: float) -> CountBudget:
     return CountBudget(CountConfig(**{"max_tokens": 7, "slots": {1: candidates}, **options}))  # type: ignore[arg-type]
 
 
-def test_the_worked_example_climbs_to_seven_and_falls_back() -> None:
+def test_eagle_g11_climbs_to_seven_and_falls_back() -> None:
     assert switches(budget_of((1, 3, 5, 7), start=3), [3] * 15 + [5] * 15 + [0] * 15) == [
         (15, 5, 2.9648),
         (25, 7, 4.7815),
@@ -36,7 +36,7 @@ def test_the_worked_example_climbs_to_seven_and_falls_back() -> None:
     ]
 
 
-def test_the_worked_example_that_accepts_nothing_stops_drafting_and_probes_again() -> None:
+def test_eagle_g11_accepting_nothing_stops_drafting_and_probes_again() -> None:
     found = switches(budget_of((0, 1, 3), start=1, down_hysteresis=0.0), [0] * 30)
     assert [(batch, limit) for batch, limit, _ in found] == [(15, 0), (20, 1), (25, 0), (30, 1)]
 
