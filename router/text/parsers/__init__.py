@@ -1,1 +1,1 @@
-"""Splits what a model writes into reasoning, content and tool calls, as it arrives. Knows text, not tokens."""
+"""Takes what a model writes apart into reasoning, content and tool calls. Knows text, not tokens."""
