@@ -6,6 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from router.policies import policy_named
+from router.text.parsers.catalogue import check_names
 from wire.monitoring import RouterMonitoring
 from wire.node_config import LogLevel
 
@@ -71,6 +72,12 @@ class RouterConfig:
     api_key: str = ""
     """Bearer token that clients must show; empty: none."""
 
+    tool_call_parser: str = "auto"
+    """How the model writes tool calls: hermes, llama3_json, mistral, none, or auto: as its template shows."""
+
+    reasoning_parser: str = "auto"
+    """How the model marks reasoning: qwen3, deepseek_r1, mistral, none, or auto: as its template shows."""
+
     log_level: LogLevel = "info"
     """debug, info, warning or error."""
 
@@ -81,6 +88,7 @@ class RouterConfig:
         _require("model", self.model, bool(self.model), "a folder with tokenizer files")
         _require("registry", self.registry, "://" in self.registry, "a URL such as redis://host:6379/0")
         policy_named(self.policy)
+        check_names(tool_parser=self.tool_call_parser, reasoning_parser=self.reasoning_parser)
         for field, value in (("port", self.port), ("grpc_port", self.grpc_port)):
             _require(field, value, 0 <= value < 65536, "in [0, 65535]")
         for field, value, least in (

@@ -35,6 +35,7 @@ from router.planning import Planner
 from router.served import ServedModel
 from router.stats import RouterStats
 from router.text.model_text import ModelText
+from router.text.parsers.catalogue import answer_format
 from wire.channel import Connector
 from wire.grpc_client import GrpcConnector
 from wire.registry import RedisRegistry
@@ -80,6 +81,11 @@ class Router:
             planner=Planner(mint_seed=lambda: secrets.randbits(64)),
             clock=lambda: asyncio.get_running_loop().time(),
         )
+        self._answer_format = answer_format(
+            tool_parser=config.tool_call_parser,
+            reasoning_parser=config.reasoning_parser,
+            template=text.template_source,
+        )
         self._config = config
 
     async def run(self) -> None:
@@ -103,7 +109,7 @@ class Router:
         options = HttpOptions(
             version=_version(), max_body_bytes=self._config.max_body_bytes, api_key=self._config.api_key
         )
-        answers = Answers(self._door, new_id=_new_id, wall_clock=time.time)
+        answers = Answers(self._door, new_id=_new_id, wall_clock=time.time, answer_format=self._answer_format)
         front = HttpFrontEnd(
             answers, served=self._served, operations=self, options=options, created=int(time.time())
         )

@@ -15,6 +15,7 @@ from router.planning import Planner
 from router.requests import Delta, GenerateRequest, Outcome, Timings, TokenLogprob
 from router.served import ServedModel
 from router.text.model_text import ModelText
+from router.text.parsers.catalogue import PLAIN, AnswerFormat
 from wire.records import NodeRecord
 
 MODEL = "smol"
@@ -201,11 +202,17 @@ def http_app(
     *,
     operations: FakeOperations | None = None,
     api_key: str = "",
+    answer_format: AnswerFormat = PLAIN,
 ) -> ASGIApp:
     """The HTTP application on a fake dispatcher."""
     door = front_door(dispatcher, text)
     ids = iter(range(10**6))
-    answers = Answers(door, new_id=lambda: f"id{next(ids)}", wall_clock=lambda: 1700000000.5)
+    answers = Answers(
+        door,
+        new_id=lambda: f"id{next(ids)}",
+        wall_clock=lambda: 1700000000.5,
+        answer_format=answer_format,
+    )
     front = HttpFrontEnd(
         answers,
         served=door.served,

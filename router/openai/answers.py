@@ -4,13 +4,21 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from router.errors import BadRequest
 from router.front_door import FrontDoor
+from router.openai.chat_parts import ChatParts
 from router.openai.exchange import Choice, Exchange, Manner
 from router.openai.requests import ChatRequest, CompletionRequest, Prompt, Wishes
 from router.openai.shapes import ChatShape, CompletionShape, Envelope, ShownPrompt
+from router.openai.tools import Tools
 from router.planning import Label, ModelFacts
+from router.text.parsers.catalogue import PLAIN, AnswerFormat
+from router.text.parsers.parts import Parser
+from router.text.parsers.tool_calls import JsonListCalls, NamedCall
 
 _COMPLETION = Manner(object_name="text_completion", chunk_name="text_completion")
+# Enough of the prompt's end to see whether it opens the reasoning.
+_NUM_END_TOKENS = 8
 _CHAT = Manner(object_name="chat.completion", chunk_name="chat.completion.chunk")
 
 
@@ -26,9 +34,15 @@ class Answers:
     """Every refusal happens here, before any node hears of the request."""
 
     def __init__(
-        self, door: FrontDoor, *, new_id: Callable[[], str], wall_clock: Callable[[], float]
+        self,
+        door: FrontDoor,
+        *,
+        new_id: Callable[[], str],
+        wall_clock: Callable[[], float],
+        answer_format: AnswerFormat = PLAIN,
     ) -> None:
         self._door = door
+        self._format = answer_format
         self._new_id = new_id
         self._wall_clock = wall_clock
 
@@ -61,16 +75,68 @@ class Answers:
     async def chat(self, request: ChatRequest, origin: Origin) -> Exchange:
         """Raises RouterError."""
         facts = self._door.facts(request.wishes.model)
-        encoded = await self._door.encode_chat(request.messages, request.template, request.wishes.text)
-        prompt = _cut(encoded, request.wishes, facts)
-        envelope = self._envelope("chatcmpl", request.wishes, facts)
+        wishes = self._with_format(request.wishes, request.tools)
+        encoded = await self._door.encode_chat(request.messages, request.template, wishes.text)
+        prompt = _cut(encoded, wishes, facts)
+        envelope = self._envelope("chatcmpl", wishes, facts)
         shapes = [
-            ChatShape(index, envelope, tokenizer=self._door.tokenizer, prompt=ShownPrompt(ids=prompt))
-            for index in range(request.wishes.n)
+            ChatShape(
+                index,
+                envelope,
+                tokenizer=self._door.tokenizer,
+                prompt=ShownPrompt(ids=prompt),
+                parts=self._parts(request.tools, prompt),
+            )
+            for index in range(wishes.n)
         ]
-        manner = _manner(_CHAT, request.wishes, origin)
-        choices = self._choices([(prompt, "messages")], shapes, request.wishes, origin=origin, facts=facts)
+        manner = _manner(_CHAT, wishes, origin)
+        choices = self._choices([(prompt, "messages")], shapes, wishes, origin=origin, facts=facts)
         return Exchange(choices, envelope=envelope, manner=manner, prompt_lens=[len(prompt)])
+
+    def _with_format(self, wishes: Wishes, tools: Tools) -> Wishes:
+        """What parser and tools ask of the answer. Raises BadRequest where they cannot work."""
+        options = wishes.options
+        if tools.choice == "auto" and self._format.tools is None:
+            raise BadRequest(
+                "tools cannot be used with tool_choice auto: the chat template of this model shows no known"
+                " format of calls (the router's tool_call_parser sets one)",
+                param="tools",
+                code="unsupported_parameter",
+            )
+        if tools.is_forced:
+            raise BadRequest(
+                "tool_choice must be none or auto", param="tool_choice", code="unsupported_parameter"
+            )
+        if self._has_special_markers(tools):
+            options = replace(options, shows_special=True)
+        return replace(wishes, options=options)
+
+    def _parts(self, tools: Tools, prompt: tuple[int, ...]) -> ChatParts:
+        prompt_end = "".join(map(self._door.tokenizer.token_text, prompt[-_NUM_END_TOKENS:]))
+        return ChatParts(
+            self._format.parser(prompt_end=prompt_end, calls=self._calls(tools)),
+            new_call_id=lambda: self._format.call_id(self._new_id()),
+            max_calls=None if tools.is_parallel else 1,
+            is_free=tools.choice != "named",
+        )
+
+    def _calls(self, tools: Tools) -> Parser | None:
+        match tools.choice:
+            case "named":
+                return NamedCall(tools.named)
+            case "required":
+                return JsonListCalls()
+            case "auto":
+                return self._format.tools.make() if self._format.tools else None
+        return None
+
+    def _has_special_markers(self, tools: Tools) -> bool:
+        """Special tokens have no text, unless the parser needs to see them."""
+        markers = self._format.markers(has_tools=tools.choice == "auto")
+        return any(
+            self._door.tokenizer.token_text(token_id) in markers
+            for token_id in self._door.tokenizer.special_ids
+        )
 
     def _echo(self, prompt: Prompt, ids: tuple[int, ...], wishes: Wishes) -> str:
         """The prompt as the user wrote it, or the text of its ids where there is no such writing."""

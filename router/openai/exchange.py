@@ -115,17 +115,16 @@ class Exchange:
     def _delta(self, index: int, delta: TextDelta) -> bytes:
         """Tokens whose text is not definite yet make no chunk, unless the client asked for more than text."""
         envelope, is_debug = self._envelope, self._manner.is_debug
+        choice = self._choices[index].shape.chunk(delta)
         is_wanted = delta.ids and (envelope.num_top is not None or envelope.wants_token_ids or is_debug)
-        if not delta.text and not is_wanted:
+        if not self._choices[index].shape.has_text(choice) and not is_wanted:
             return b""
         counts = {
             "accepted": delta.accepted,
             "accepted_chars": delta.accepted_chars,
             "ids": len(delta.ids),
         }
-        return self._event(
-            [self._choices[index].shape.chunk(delta)], {"paceline": counts} if is_debug else {}
-        )
+        return self._event([choice], {"paceline": counts} if is_debug else {})
 
     def _closing(self, index: int, end: Ended) -> bytes:
         self._ends[index] = end

@@ -1,14 +1,18 @@
 """Chat messages: which roles and contents are taken, and how they are shown to a chat template."""
 
+from collections.abc import Mapping
 from typing import Any
+
+import msgspec
 
 from router.errors import BadRequest
 from router.openai.fields import refuse
 
 Message = dict[str, Any]
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_REFUSED_KEYS = ("tool_calls", "function_call", "audio")
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_REFUSED_KEYS = ("function_call", "audio")
+_REASONING_KEYS = ("reasoning_content", "reasoning")
 
 
 def read_messages(value: Any) -> tuple[Message, ...]:
@@ -22,7 +26,7 @@ def _message(where: str, value: Any) -> Message:
     if not isinstance(value, dict):
         raise refuse(where, "an object with role and content", value)
     role = value.get("role")
-    if role in ("tool", "function"):
+    if role == "function":
         raise BadRequest(f"{where}.role {role!r} is not supported", param=f"{where}.role")
     if not isinstance(role, str) or role not in _ROLES:
         raise refuse(f"{where}.role", f"one of {', '.join(_ROLES)}", role)
@@ -31,13 +35,69 @@ def _message(where: str, value: Any) -> Message:
             raise BadRequest(
                 f"{where}.{key} is not supported", param=f"{where}.{key}", code="unsupported_parameter"
             )
-    message: Message = {"role": _ROLES[role], "content": _content(f"{where}.content", value.get("content"))}
-    name = value.get("name")
-    if name is not None:
-        if not isinstance(name, str):
-            raise refuse(f"{where}.name", "a string", name)
-        message["name"] = name
+    message: Message = {"role": _ROLES[role]}
+    if role == "assistant":
+        message |= _said_by_assistant(where, value)
+    elif value.get("tool_calls"):
+        raise refuse(f"{where}.tool_calls", "left out unless the role is assistant", value["tool_calls"])
+    if role == "tool":
+        message["tool_call_id"] = _text(f"{where}.tool_call_id", value.get("tool_call_id"))
+    if "tool_calls" not in message or value.get("content") is not None:
+        message["content"] = _content(f"{where}.content", value.get("content"))
+    if value.get("name") is not None:
+        message["name"] = _text(f"{where}.name", value["name"])
     return message
+
+
+def _said_by_assistant(where: str, value: Mapping[str, Any]) -> Message:
+    """What only the assistant's messages may have."""
+    message: Message = {}
+    for key in _REASONING_KEYS:
+        if value.get(key) is not None:
+            message["reasoning_content"] = _text(f"{where}.{key}", value[key])
+    calls = value.get("tool_calls")
+    if calls:
+        if not isinstance(calls, list):
+            raise refuse(f"{where}.tool_calls", "a list of calls", calls)
+        message["tool_calls"] = [
+            _call(f"{where}.tool_calls[{index}]", call) for index, call in enumerate(calls)
+        ]
+    return message
+
+
+def _call(where: str, value: Any) -> Message:
+    """A call as templates expect it: with its arguments as an object, not as text."""
+    if not isinstance(value, dict) or value.get("type", "function") != "function":
+        raise refuse(where, 'an object of type "function"', value)
+    function = value.get("function")
+    if not isinstance(function, dict):
+        raise refuse(f"{where}.function", "an object with name and arguments", function)
+    return {
+        "id": _text(f"{where}.id", value.get("id")),
+        "type": "function",
+        "function": {
+            "name": _text(f"{where}.function.name", function.get("name")),
+            "arguments": _arguments(f"{where}.function.arguments", function.get("arguments")),
+        },
+    }
+
+
+def _arguments(where: str, value: Any) -> Mapping[str, Any]:
+    arguments = value
+    if isinstance(value, str):
+        try:
+            arguments = msgspec.json.decode(value or "{}")
+        except (msgspec.DecodeError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, dict):
+        raise refuse(where, "a JSON object, written as a string", value)
+    return arguments
+
+
+def _text(where: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise refuse(where, "a string", value)
+    return value
 
 
 def _content(where: str, value: Any) -> str:

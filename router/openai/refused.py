@@ -46,8 +46,6 @@ _CHAT: Mapping[str, tuple[Any, ...]] = {
     "prediction": (),
     "prompt": (),
     "reasoning_effort": ("none",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
 }

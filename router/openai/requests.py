@@ -12,6 +12,7 @@ from router.openai.fields import Fields, refuse
 from router.openai.messages import Message, read_messages
 from router.openai.refused import REFUSED_IN_CHAT, REFUSED_IN_COMPLETIONS, check_refused
 from router.openai.sampling import chat_logprobs, completion_logprobs, prompt_logprobs, read_sampling
+from router.openai.tools import Tools, read_tools
 from router.planning import SamplingOptions
 from router.text.options import PromptOptions, TemplateOptions
 
@@ -53,6 +54,7 @@ class CompletionRequest:
 class ChatRequest:
     messages: tuple[Message, ...]
     template: TemplateOptions
+    tools: Tools
     wishes: Wishes
 
 
@@ -79,16 +81,20 @@ def read_chat(body: Mapping[str, Any]) -> ChatRequest:
     fields = Fields(body)
     messages = read_messages(fields.raw("messages"))
     wishes = _wishes(fields, logprobs=chat_logprobs(fields))
-    return ChatRequest(messages=messages, template=_template(fields), wishes=wishes)
+    tools = read_tools(fields)
+    return ChatRequest(messages=messages, template=_template(fields, tools), tools=tools, wishes=wishes)
 
 
-def _template(fields: Fields) -> TemplateOptions:
+def _template(fields: Fields, tools: Tools) -> TemplateOptions:
     continues = fields.boolean("continue_final_message")
     opens = fields.boolean("add_generation_prompt", default=not continues)
     if continues and opens:
         raise refuse("continue_final_message", "false when add_generation_prompt is true", True)
     return TemplateOptions(
-        opens_answer=opens, continues_last=continues, variables=fields.mapping("chat_template_kwargs")
+        opens_answer=opens,
+        continues_last=continues,
+        tools=tools.definitions,
+        variables=fields.mapping("chat_template_kwargs"),
     )
 
 

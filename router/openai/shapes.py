@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from router.generation import Ended, TextDelta
+from router.openai.chat_parts import ChatParts
 from router.openai.logprobs import CompletionLogprobs, chat_content, joined_blocks, prompt_entries
 from router.text.tokenizer import Tokenizer
 
@@ -37,6 +38,10 @@ class Shape(Protocol):
 
     def chunk(self, delta: TextDelta) -> Json:
         """The choice of a chunk."""
+        ...
+
+    def has_text(self, chunk: Json) -> bool:
+        """Whether a chunk shows anything but ids and log-probabilities."""
         ...
 
     def closing(self, reason: str) -> Json:
@@ -88,6 +93,9 @@ class CompletionShape:
     def chunk(self, delta: TextDelta) -> Json:
         return self._choice(delta, None)
 
+    def has_text(self, chunk: Json) -> bool:
+        return bool(chunk["text"])
+
     def closing(self, reason: str) -> Json:
         return {"index": self._index, "text": "", "logprobs": None, "finish_reason": reason}
 
@@ -128,8 +136,11 @@ class CompletionShape:
 class ChatShape:
     """A choice of /v1/chat/completions."""
 
-    def __init__(self, index: int, envelope: Envelope, *, tokenizer: Tokenizer, prompt: ShownPrompt) -> None:
+    def __init__(
+        self, index: int, envelope: Envelope, *, tokenizer: Tokenizer, prompt: ShownPrompt, parts: ChatParts
+    ) -> None:
         self._index = index
+        self._parts = parts
         self._prompt = prompt
         self._num_top = envelope.num_top
         self._prompt_top = envelope.prompt_top
@@ -145,23 +156,30 @@ class ChatShape:
             delta,
             {
                 "index": self._index,
-                "delta": {"content": delta.text},
+                "delta": self._parts.push(delta.text),
                 "logprobs": self._logprobs(delta),
                 "finish_reason": None,
             },
         )
 
+    def has_text(self, chunk: Json) -> bool:
+        return bool(chunk["delta"])
+
     def closing(self, reason: str) -> Json:
-        return {"index": self._index, "delta": {}, "logprobs": None, "finish_reason": reason}
+        delta = self._parts.finish()
+        reason = self._parts.finish_reason(reason)
+        return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": reason}
 
     def whole(self, delta: TextDelta, reason: str) -> Json:
+        self._parts.push(delta.text)
+        self._parts.finish()
         return self._with_ids(
             delta,
             {
                 "index": self._index,
-                "message": {"role": "assistant", "content": delta.text, "refusal": None},
+                "message": {"role": "assistant", **self._parts.message(), "refusal": None},
                 "logprobs": self._logprobs(delta),
-                "finish_reason": reason,
+                "finish_reason": self._parts.finish_reason(reason),
             },
         )
 

@@ -31,6 +31,7 @@ class ChatTemplate:
     def __init__(
         self, source: str, *, special_tokens: Mapping[str, str], local_time: Callable[[], datetime]
     ) -> None:
+        self.source = source
         self._template = _environment(local_time).from_string(source)
         self._special_tokens = dict(special_tokens)
 
@@ -56,7 +57,7 @@ class ChatTemplate:
         try:
             text = self._template.render(
                 messages=shown,
-                tools=None,
+                tools=list(options.tools) or None,
                 documents=None,
                 add_generation_prompt=options.opens_answer,
                 **variables,

@@ -42,6 +42,11 @@ class ModelText:
         max_model_len = read_json(folder / "config.json").get("max_position_embeddings")
         return cls(tokenizer, template=template, max_model_len=max_model_len)
 
+    @property
+    def template_source(self) -> str:
+        """What tells how the model writes; "" without a template."""
+        return "" if self._template is None else self._template.source
+
     async def encode(self, text: str, *, adds_special: bool = True) -> tuple[int, ...]:
         """Ids of a plain prompt, with the special tokens that the model's post-processor adds."""
         return await self._run(

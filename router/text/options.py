@@ -1,6 +1,6 @@
 """How a request wants its prompt made. Plain values; must never know which request."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +18,11 @@ class PromptOptions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateOptions:
     """`opens_answer`: the prompt ends where the assistant's answer begins. `continues_last`: it ends inside
-    the last message, which the answer goes on with. `variables` reach the template."""
+    the last message, which the answer goes on with. `tools` and `variables` reach the template."""
 
     opens_answer: bool = True
     continues_last: bool = False
+    tools: Sequence[Mapping[str, Any]] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -295,7 +295,7 @@ async def test_chunks_tell_accepted_drafts_only_when_asked() -> None:
         (CHAT | {"stop": [""]}, 400, "stop", "invalid_value"),
         (CHAT | {"stop": list("abcdefghijklmnopq")}, 400, "stop", "invalid_value"),
         (CHAT | {"max_tokens": 500}, 400, "max_tokens", "context_length_exceeded"),
-        (CHAT | {"tools": [{}]}, 400, "tools", "unsupported_parameter"),
+        (CHAT | {"tools": [{}]}, 400, "tools[0]", "invalid_value"),
         (CHAT | {"chat_template_kwargs": {"tools": 1}}, 400, "chat_template_kwargs", "invalid_value"),
         (
             CHAT | {"messages": [{"role": "user", "content": "word " * 600}]},

@@ -95,19 +95,78 @@ def test_a_bad_value_is_named_with_its_field(field: str, value: Any, message: st
         ),
         (
             [{"role": "tool", "content": "x"}],
-            "messages[0].role",
-            "messages[0].role 'tool' is not supported",
+            "messages[0].tool_call_id",
+            "messages[0].tool_call_id must be a string, got null",
         ),
         (
             [{"role": "assistant", "content": "x", "tool_calls": [{}]}],
+            "messages[0].tool_calls[0].function",
+            "messages[0].tool_calls[0].function must be an object with name and arguments, got null",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "["}}]}],
+            "messages[0].tool_calls[0].function.arguments",
+            "messages[0].tool_calls[0].function.arguments must be a JSON object, written as a string",
+        ),
+        (
+            [{"role": "user", "content": "x", "tool_calls": [{}]}],
             "messages[0].tool_calls",
-            "messages[0].tool_calls is not supported",
+            "messages[0].tool_calls must be left out unless the role is assistant",
         ),
     ],
 )
 def test_bad_messages_are_named_by_their_place(messages: Any, param: str, message: str) -> None:
     found_param, found_message = chat_error(messages=messages)
     assert (found_param, found_message[: len(message)]) == (param, message)
+
+
+FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": {"type": "function"}}, "tools"),
+        ({"tools": [FUNCTION, {"type": "function", "function": {"name": "a b"}}]}, "tools[1].function.name"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
+            "tools[0].function.parameters",
+        ),
+        ({"tools": [FUNCTION] * 129}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [FUNCTION], "tool_choice": "any"}, "tool_choice"),
+        ({"tools": [FUNCTION], "tool_choice": {"type": "function"}}, "tool_choice"),
+        (
+            {"tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice.function.name",
+        ),
+        ({"tools": [FUNCTION], "parallel_tool_calls": "yes"}, "parallel_tool_calls"),
+    ],
+)
+def test_bad_tools_are_named_by_their_place(fields: dict[str, Any], param: str) -> None:
+    assert chat_error(**fields)[0] == param
+
+
+def test_a_choice_of_none_shows_the_template_no_tools() -> None:
+    assert read_chat(CHAT | {"tools": [FUNCTION]}).template.tools == (FUNCTION,)
+    assert read_chat(CHAT | {"tools": [FUNCTION], "tool_choice": "none"}).template.tools == ()
+
+
+def test_calls_and_their_results_reach_the_template() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "reasoning": "hm", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "42"},
+    ]
+    shown = call | {"function": {"name": "f", "arguments": {"a": [1]}}}
+    assert read_chat({"messages": messages}).messages == (
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "reasoning_content": "hm", "tool_calls": [shown]},
+        {"role": "tool", "tool_call_id": "c1", "content": "42"},
+    )
 
 
 def test_missing_messages_and_prompts_are_named() -> None:
@@ -132,8 +191,6 @@ def test_messages_reach_the_template_as_plain_text() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function"}]),
-        ("tool_choice", "required"),
         ("response_format", {"type": "json_object"}),
         ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}),
         ("functions", [{}]),

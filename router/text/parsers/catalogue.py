@@ -24,6 +24,7 @@ class ToolFormat:
     markers: tuple[str, ...]
     signs: tuple[str, ...]
     no_signs: tuple[str, ...] = ()
+    has_short_ids: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
             make=MistralCalls,
             markers=(MistralCalls.MARKER, "[ARGS]", "[CALL_ID]"),
             signs=(MistralCalls.MARKER,),
+            has_short_ids=True,
         ),
         "llama3_json": ToolFormat(
             make=Llama3Calls,
@@ -73,15 +75,19 @@ class AnswerFormat:
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
 
-    @property
-    def markers(self) -> frozenset[str]:
-        tools, reasoning = self.tools, self.reasoning
-        return frozenset(
-            (
-                *(tools.markers if tools else ()),
-                *((reasoning.opening, reasoning.closing) if reasoning else ()),
-            )
-        )
+    def markers(self, *, has_tools: bool) -> frozenset[str]:
+        """What the parser of an answer looks for."""
+        markers: set[str] = set()
+        if has_tools and self.tools is not None:
+            markers.update(self.tools.markers)
+        if self.reasoning is not None:
+            markers.update((self.reasoning.opening, self.reasoning.closing))
+        return frozenset(markers)
+
+    def call_id(self, unique: str) -> str:
+        """The id of a call, from 32 letters and digits; Mistral's templates insist on nine."""
+        is_short = self.tools is not None and self.tools.has_short_ids
+        return unique[-9:] if is_short else f"call_{unique[-24:]}"
 
     def parser(self, *, prompt_end: str, calls: Parser | None = None) -> Parser:
         """A fresh parser for one answer. `calls` None: no tools may be called. `prompt_end`: the last
@@ -92,6 +98,9 @@ class AnswerFormat:
         opening, closing = self.reasoning.opening, self.reasoning.closing
         is_open = self.reasoning.starts_open or prompt_end.rstrip().endswith(opening)
         return ReasoningParser(opening=opening, closing=closing, is_open=is_open, then=then)
+
+
+PLAIN = AnswerFormat()
 
 
 def answer_format(*, tool_parser: str, reasoning_parser: str, template: str) -> AnswerFormat:

@@ -1,0 +1,103 @@
+from typing import Any
+
+import pytest
+
+from router.text.chat import ChatTemplate
+from router.text.model_text import ModelText
+from router.text.options import TemplateOptions
+from router.text.parsers.catalogue import AnswerFormat, answer_format
+from tests.fakes_dispatch import FakeDispatcher
+from tests.smollm2_text import NOON, smollm2_text
+from tests.unit.test_http import CHAT, EOS, events, ids_of, post
+
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}},
+    {"type": "function", "function": {"name": "clock"}},
+]
+ASKED: dict[str, Any] = CHAT | {"tools": TOOLS}
+ANSWER = (
+    "<think>\nBoth, then.\n</think>\n\nOne moment 👍.\n"
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+)
+HERMES = answer_format(tool_parser="hermes", reasoning_parser="qwen3", template="")
+CALLS = [("weather", '{"city": "Zürich"}'), ("clock", "{}")]
+
+
+async def asked(body: dict[str, Any], *, text: str = ANSWER, width: int = 1, **options: Any) -> Any:
+    dispatcher = FakeDispatcher(script=(*ids_of(text), EOS), rounds=(width,))
+    response = await post(dispatcher, "/v1/chat/completions", body, **{"answer_format": HERMES, **options})
+    assert response.status_code == 200, response.text
+    return events(response) if body.get("stream") else response.json()
+
+
+async def test_a_message_has_content_reasoning_and_calls_each_in_its_field() -> None:
+    choice = (await asked(ASKED))["choices"][0]
+    message = choice["message"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert message["content"] == "One moment 👍."
+    assert message["reasoning_content"] == "Both, then."
+    assert [(c["function"]["name"], c["function"]["arguments"]) for c in message["tool_calls"]] == CALLS
+    assert [c["type"] for c in message["tool_calls"]] == ["function"] * 2
+    assert len({c["id"] for c in message["tool_calls"]}) == 2
+
+
+@pytest.mark.parametrize("width", [1, 2, 5, 64])
+async def test_the_joined_stream_is_the_message_however_many_tokens_an_event_has(width: int) -> None:
+    message = (await asked(ASKED, width=width))["choices"][0]["message"]
+    choices = [chunk["choices"][0] for chunk in await asked(ASKED | {"stream": True}, width=width)]
+    deltas = [choice["delta"] for choice in choices]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert [c["finish_reason"] for c in choices] == [None] * (len(choices) - 1) + ["tool_calls"]
+    for field in ("content", "reasoning_content"):
+        assert "".join(delta.get(field, "") for delta in deltas) == message[field]
+    calls: list[dict[str, Any]] = []
+    for call in (call for delta in deltas for call in delta.get("tool_calls", [])):
+        if "id" in call:
+            assert call["index"] == len(calls)
+            calls.append({"name": call["function"]["name"], "arguments": ""})
+        calls[call["index"]]["arguments"] += call["function"]["arguments"]
+    assert [(call["name"], call["arguments"]) for call in calls] == CALLS
+    assert all(delta for delta in deltas[1:-1]), "an empty chunk"
+
+
+async def test_one_call_at_a_time_where_that_was_asked_for() -> None:
+    message = (await asked(ASKED | {"parallel_tool_calls": False}))["choices"][0]["message"]
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather"]
+
+
+async def test_without_tools_calls_are_text() -> None:
+    for body in (CHAT, ASKED | {"tool_choice": "none"}):
+        choice = (await asked(body))["choices"][0]
+        assert choice["finish_reason"] == "stop"
+        assert choice["message"]["content"] == ANSWER.partition("</think>\n\n")[2]
+        assert "tool_calls" not in choice["message"]
+
+
+async def test_an_answer_cut_inside_a_call_says_length() -> None:
+    num_tokens = len(ids_of(ANSWER.partition("Zür")[0]))
+    choice = (await asked(ASKED | {"max_tokens": num_tokens}))["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"].startswith('{"city": "')
+
+
+async def test_content_is_null_beside_nothing_but_calls() -> None:
+    text = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
+    message = (await asked(ASKED, text=text))["choices"][0]["message"]
+    assert message["content"] is None
+
+
+async def test_tools_are_refused_where_the_model_has_no_format_for_them() -> None:
+    dispatcher = FakeDispatcher(script=(EOS,))
+    response = await post(dispatcher, "/v1/chat/completions", ASKED, answer_format=AnswerFormat())
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tools"
+    assert dispatcher.requests == []
+
+
+async def test_the_template_is_shown_the_tools() -> None:
+    source = "{% for tool in tools %}{{ tool.function.name }};{% endfor %}"
+    template = ChatTemplate(source, special_tokens={}, local_time=lambda: NOON)
+    text = ModelText(smollm2_text().tokenizer, template=template)
+    ids = await text.encode_chat([{"role": "user", "content": "x"}], TemplateOptions(tools=TOOLS))
+    assert text.tokenizer.decode(ids) == "weather;clock;"
