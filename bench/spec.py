@@ -23,6 +23,7 @@ from engine.params import SamplingParams
 from engine.request import Request
 from router.text.model_text import ModelText
 from speculative.build import BuiltEngine, EngineSettings, build_engine
+from speculative.policy import OPTIONS
 from speculative.progress import Progress
 from wire.node_config import draft_options
 
@@ -78,7 +79,9 @@ def by_category(path: Path, *, most: int) -> dict[str, list[str]]:
 def engine_settings(settings: SpecBench, contender: Contender, folder: Path) -> EngineSettings:
     """Without options of its own, a bundled head drafts in the shape in which a cluster would use it."""
     options = dict(contender.options)
-    options = options or draft_options(models.bundled_draft_options(settings.model, contender.algorithm))
+    if options.keys() <= OPTIONS:
+        shape = draft_options(models.bundled_draft_options(settings.model, contender.algorithm))
+        options = {**shape, **options}
     draft = options.pop("draft", "") or models.bundled_draft(settings.model, contender.algorithm)
     return EngineSettings(
         model=str(folder),

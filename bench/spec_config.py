@@ -85,8 +85,10 @@ def contenders(text: str) -> tuple[Contender, ...]:
 
 def _contender(word: str) -> Contender:
     """Whole numbers become int. The folder of a head is an option too: draft=FOLDER."""
-    head, _, tail = word.rpartition(":")
-    algorithm, rest = (head, tail) if "=" in tail else (word, "")  # module:factory is an algorithm too
+    named, equals, _ = word.partition("=")
+    # module:factory is an algorithm too, and budget_slots=1:0/2 a value.
+    algorithm = named.rpartition(":")[0] if equals else word
+    rest = word[len(algorithm) + 1 :]
     options: dict[str, object] = {}
     for part in rest.split("+") if rest else ():
         name, _, value = part.partition("=")

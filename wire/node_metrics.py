@@ -74,6 +74,16 @@ NODE_METRICS = (
     counter(
         "paceline_node_draft_limit_switches_total", "draft_limit_switches", "How often the draft limit moved."
     ),
+    counter(
+        "paceline_node_draft_limit_probes_total",
+        "draft_limit_probes",
+        "Rounds that tried another draft limit than the one in force.",
+    ),
+    gauge(
+        "paceline_node_draft_gain",
+        "draft_gain",
+        "Tokens per second over plain decoding's at the draft limit in force, as estimated; 1 while unknown.",
+    ),
     counter("paceline_node_preemptions_total", "preemptions", "Requests given up for want of pages."),
     counter("paceline_node_rejected_total", "rejected", "Requests refused at the door."),
     counter("paceline_node_cancelled_total", "cancelled", "Requests cancelled by their router."),

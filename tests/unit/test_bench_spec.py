@@ -43,6 +43,23 @@ def test_an_algorithm_may_be_a_factory_in_a_module() -> None:
     ]
 
 
+def test_a_budget_with_its_slots_is_an_option_like_others() -> None:
+    found = contenders("ngram:budget=adaptive,my.drafts:create:budget=count+budget_slots=1:0/2;4:0")
+    assert [(one.algorithm, one.options) for one in found[1:]] == [
+        ("ngram", {"budget": "adaptive"}),
+        ("my.drafts:create", {"budget": "count", "budget_slots": "1:0/2;4:0"}),
+    ]
+
+
+def test_a_bundled_head_keeps_its_shape_under_another_budget() -> None:
+    settings = SpecBench(prompts="f", algorithms="eagle3,eagle3:budget=adaptive,eagle3:topk=1")
+    (_, bundled, adaptive, own) = (
+        spec.engine_settings(settings, one, Path("f")).draft_options for one in settings.contenders
+    )
+    assert "num_steps" in bundled
+    assert (adaptive, own) == ({**bundled, "budget": "adaptive"}, {"topk": 1})
+
+
 @pytest.mark.parametrize(
     "text", ["", "eagle3:topk=2+x", "eagle3:=2", ":topk=2", "eagle3:draft=", "ngram,ngram"]
 )
