@@ -55,6 +55,9 @@ class FrontDoor:
     ) -> tuple[int, ...]:
         return await self._text.encode_chat(messages, template, adds_special=bool(options.adds_special))
 
+    async def decode(self, ids: Sequence[int]) -> str:
+        return await self._text.decode(ids)
+
     def plan(
         self,
         prompt_ids: tuple[int, ...],

@@ -4,7 +4,7 @@ Owns routes. Must never know nodes; what it serves comes through `FrontDoor` and
 """
 
 import hmac
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,15 +29,16 @@ from router.http_edge import (
     until_disconnect,
 )
 from router.openai.answers import Answers, Origin
-from router.openai.exchange import Exchange
+from router.openai.document import Json, document
+from router.openai.exchange import Send
 from router.openai.fields import decode_object
 from router.openai.requests import read_chat, read_completion
+from router.openai.responses import read_response
+from router.openai.tokenizing import read_detokenize, read_tokenize
 from router.planning import Label
 from router.served import ServedModel
 
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-Prepare = Callable[[Mapping[str, Any], Origin], Awaitable[tuple[Exchange, bool]]]
 
 
 class Operations(Protocol):
@@ -50,6 +51,25 @@ class Operations(Protocol):
     def metrics(self) -> bytes:
         """Prometheus text."""
         ...
+
+    def settings(self) -> dict[str, Any]:
+        """How the router is set up; no secrets, no addresses."""
+        ...
+
+
+class Exchange(Protocol):
+    """One accepted request and its answer, given either way."""
+
+    async def body(self) -> dict[str, Any]:
+        """The whole answer. Raises RouterError."""
+        ...
+
+    async def stream(self, send: Send) -> None:
+        """Sends every event. Raises RouterError."""
+        ...
+
+
+Prepare = Callable[[Mapping[str, Any], Origin], Awaitable[tuple[Exchange, bool]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,19 +101,8 @@ class HttpFrontEnd:
 
     def app(self, new_id: Callable[[], str]) -> ASGIApp:
         """The ASGI application."""
-        routes = [
-            Route("/v1/completions", self.completions, methods=["POST"]),
-            Route("/v1/chat/completions", self.chat, methods=["POST"]),
-            Route("/v1/models", self.models),
-            Route("/v1/models/{model:path}", self.model),
-            Route("/metrics", self.metrics),
-            Route("/version", self.version),
-            *(Route(path, self.live) for path in ("/live", "/livez", "/liveness")),
-            *(Route(path, self.ready) for path in ("/ready", "/readyz", "/readiness")),
-            *(Route(path, self.health) for path in ("/health", "/healthz")),
-        ]
         app = Starlette(
-            routes=routes,
+            routes=self.routes(),
             exception_handlers={
                 RouterError: _on_router_error,
                 HTTPException: _on_http_error,
@@ -103,6 +112,26 @@ class HttpFrontEnd:
         app.router.redirect_slashes = False
         # Outside of Starlette's own error handling, so that answers to our faults carry the id too.
         return RequestIds(app, new_id)
+
+    def routes(self) -> list[Route]:
+        """Every path that is served."""
+        return [
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/responses", self.responses, methods=["POST"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{model:path}", self.model),
+            Route("/metrics", self.metrics),
+            Route("/version", self.version),
+            Route("/server_info", self.server_info),
+            Route("/workers", self.workers),
+            Route("/openapi.json", self.openapi),
+            *(Route(path, self.live) for path in ("/live", "/livez", "/liveness")),
+            *(Route(path, self.ready) for path in ("/ready", "/readyz", "/readiness")),
+            *(Route(path, self.health) for path in ("/health", "/healthz")),
+        ]
 
     async def completions(self, request: Request) -> Response:
         async def prepare(body: Mapping[str, Any], origin: Origin) -> tuple[Exchange, bool]:
@@ -117,6 +146,19 @@ class HttpFrontEnd:
             return await self._answers.chat(asked, origin), asked.wishes.is_stream
 
         return await self._answer(request, prepare)
+
+    async def responses(self, request: Request) -> Response:
+        async def prepare(body: Mapping[str, Any], origin: Origin) -> tuple[Exchange, bool]:
+            asked = read_response(body)
+            return await self._answers.response(asked, origin), asked.wishes.is_stream
+
+        return await self._answer(request, prepare)
+
+    async def tokenize(self, request: Request) -> Response:
+        return await self._reply(request, lambda body: self._answers.tokenize(read_tokenize(body)))
+
+    async def detokenize(self, request: Request) -> Response:
+        return await self._reply(request, lambda body: self._answers.detokenize(read_detokenize(body)))
 
     async def models(self, request: Request) -> Response:
         self._authorise(request)
@@ -146,6 +188,37 @@ class HttpFrontEnd:
 
     async def version(self, _request: Request) -> Response:
         return JsonResponse({"version": self._options.version})
+
+    async def server_info(self, request: Request) -> Response:
+        self._authorise(request)
+        facts = self._served.facts(None)
+        return JsonResponse(
+            {
+                "version": self._options.version,
+                "model": facts.name,
+                "max_model_len": facts.max_model_len,
+                "vocab_size": facts.vocab_size,
+                "settings": self._operations.settings(),
+            }
+        )
+
+    async def workers(self, request: Request) -> Response:
+        self._authorise(request)
+        return JsonResponse(self._operations.report())
+
+    async def openapi(self, _request: Request) -> Response:
+        return JsonResponse(document(self._options.version))
+
+    async def _reply(
+        self, request: Request, handle: Callable[[Mapping[str, Any]], Coroutine[Any, Any, Json]]
+    ) -> Response:
+        """A JSON answer to a JSON body, made here without any node."""
+        self._authorise(request)
+        try:
+            body = decode_object(await read_body(request, max_bytes=self._options.max_body_bytes))
+            return JsonResponse(await until_disconnect(request.receive, handle(body)))
+        except ClientGone:
+            return client_gone_response()
 
     async def _answer(self, request: Request, prepare: Prepare) -> Response:
         self._authorise(request)

@@ -13,7 +13,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,22 @@ logger = logging.getLogger(__name__)
 
 _KEEP_ALIVE_S = 75
 _GRPC_GRACE_S = 1.0
+_SHOWN_SETTINGS = frozenset(
+    {
+        "canary_timeout_s",
+        "colocated",
+        "drain_timeout_s",
+        "local_prompt_tokens",
+        "max_attempts",
+        "max_body_bytes",
+        "max_in_flight",
+        "min_decode",
+        "min_prefill",
+        "policy",
+        "request_timeout_s",
+    }
+)
+"""Those that are nobody's secret."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +119,10 @@ class Router:
     def metrics(self) -> bytes:
         """Prometheus text."""
         return generate_latest(self._metrics)
+
+    def settings(self) -> dict[str, Any]:
+        """What /server_info shows."""
+        return {name: value for name, value in asdict(self._config).items() if name in _SHOWN_SETTINGS}
 
     def http(self) -> ASGIApp:
         """The ASGI application."""

@@ -135,8 +135,13 @@ class Planner:
 def _check_prompt(prompt_ids: tuple[int, ...], facts: ModelFacts, *, param: str) -> None:
     if not prompt_ids:
         raise BadRequest(f"{param} must hold at least one token, got an empty prompt", param=param)
-    if max(prompt_ids) >= facts.vocab_size or min(prompt_ids) < 0:
-        bad = next(i for i in prompt_ids if not 0 <= i < facts.vocab_size)
+    check_token_ids(prompt_ids, facts, param=param)
+
+
+def check_token_ids(ids: tuple[int, ...], facts: ModelFacts, *, param: str) -> None:
+    """Raises BadRequest naming an id that the model does not have."""
+    if ids and (max(ids) >= facts.vocab_size or min(ids) < 0):
+        bad = next(i for i in ids if not 0 <= i < facts.vocab_size)
         raise BadRequest(f"{param} must hold token ids in [0, {facts.vocab_size}), got {bad}", param=param)
 
 

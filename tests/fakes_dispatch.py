@@ -181,6 +181,9 @@ class FakeOperations:
     def report(self) -> dict[str, Any]:
         return {"ready": self.is_ready, "pairs": [], "nodes": []}
 
+    def settings(self) -> dict[str, Any]:
+        return {"policy": "least_load"}
+
     def metrics(self) -> bytes:
         return b"paceline_router_requests_total 1.0\n"
 
@@ -196,15 +199,20 @@ def front_door(dispatcher: FakeDispatcher, text: ModelText) -> FrontDoor:
     )
 
 
-def http_app(
+def http_app(dispatcher: FakeDispatcher, text: ModelText, **options: Any) -> ASGIApp:
+    """The HTTP application on a fake dispatcher."""
+    ids = iter(range(10**6))
+    return http_front(dispatcher, text, **options).app(lambda: f"req{next(ids)}")
+
+
+def http_front(
     dispatcher: FakeDispatcher,
     text: ModelText,
     *,
     operations: FakeOperations | None = None,
     api_key: str = "",
     answer_format: AnswerFormat = PLAIN,
-) -> ASGIApp:
-    """The HTTP application on a fake dispatcher."""
+) -> HttpFrontEnd:
     door = front_door(dispatcher, text)
     ids = iter(range(10**6))
     answers = Answers(
@@ -213,11 +221,10 @@ def http_app(
         wall_clock=lambda: 1700000000.5,
         answer_format=answer_format,
     )
-    front = HttpFrontEnd(
+    return HttpFrontEnd(
         answers,
         served=door.served,
         operations=operations or FakeOperations(),
         options=HttpOptions(version="1.2.3", max_body_bytes=100_000, api_key=api_key),
         created=1700000000,
     )
-    return front.app(lambda: f"req{next(ids)}")

@@ -8,10 +8,16 @@ from router.errors import BadRequest
 from router.front_door import FrontDoor
 from router.openai.chat_parts import ChatParts
 from router.openai.exchange import Choice, Exchange, Manner
+from router.openai.messages import Message
 from router.openai.requests import ChatRequest, CompletionRequest, Prompt, Wishes
-from router.openai.shapes import ChatShape, CompletionShape, Envelope, ShownPrompt
+from router.openai.response_exchange import ResponseExchange
+from router.openai.response_shapes import ResponseShape
+from router.openai.responses import ResponseRequest
+from router.openai.shapes import ChatShape, CompletionShape, Envelope, Json, ShownPrompt
+from router.openai.tokenizing import DetokenizeRequest, TokenizeRequest
 from router.openai.tools import Tools
-from router.planning import Label, ModelFacts
+from router.planning import Label, ModelFacts, check_token_ids
+from router.text.options import TemplateOptions
 from router.text.parsers.catalogue import PLAIN, AnswerFormat
 from router.text.parsers.parts import Parser
 from router.text.parsers.tool_calls import JsonListCalls, NamedCall
@@ -93,6 +99,59 @@ class Answers:
         choices = self._choices([(prompt, "messages")], shapes, wishes, origin=origin, facts=facts)
         return Exchange(choices, envelope=envelope, manner=manner, prompt_lens=[len(prompt)])
 
+    async def response(self, request: ResponseRequest, origin: Origin) -> ResponseExchange:
+        """Raises RouterError."""
+        wishes = request.wishes
+        facts = self._door.facts(wishes.model)
+        encoded = await self._encode_chat(request.messages, request.template, wishes, param="input")
+        prompt = _cut(encoded, wishes, facts)
+        plan = self._door.plan(
+            prompt, wishes.options, facts=facts, label=_label(origin, wishes), param="input"
+        )
+        shape = ResponseShape(
+            envelope=self._envelope("resp", wishes, facts),
+            item_id=f"msg-{self._new_id()}",
+            shown={
+                **request.shown,
+                "temperature": plan.request.sampling.temperature,
+                "top_p": plan.request.sampling.top_p,
+            },
+            num_prompt_tokens=len(prompt),
+            tokenizer=self._door.tokenizer,
+        )
+        return ResponseExchange(self._door.generation(plan), shape, wall_clock=self._wall_clock)
+
+    async def tokenize(self, request: TokenizeRequest) -> Json:
+        """Raises RouterError."""
+        facts = self._door.facts(request.model)
+        if request.prompt is None:
+            ids = await self._door.encode_chat(request.messages, request.template, request.options)
+        else:
+            ids = await self._door.encode(request.prompt, request.options)
+        strings = [self._door.tokenizer.token_text(i) for i in ids] if request.wants_strings else None
+        return {
+            "count": len(ids),
+            "max_model_len": facts.max_model_len,
+            "tokens": ids,
+            "token_strs": strings,
+        }
+
+    async def detokenize(self, request: DetokenizeRequest) -> Json:
+        """Text with special tokens shown, so that it can be tokenised again. Raises RouterError."""
+        check_token_ids(request.ids, self._door.facts(request.model), param="tokens")
+        return {"prompt": await self._door.decode(request.ids)}
+
+    async def _encode_chat(
+        self, messages: Sequence[Message], template: TemplateOptions, wishes: Wishes, *, param: str
+    ) -> tuple[int, ...]:
+        """What the template finds wrong with the messages is wrong with the field they came in."""
+        try:
+            return await self._door.encode_chat(messages, template, wishes.text)
+        except BadRequest as error:
+            if error.param != "messages":
+                raise
+            raise BadRequest(error.message, param=param, code=error.code) from error
+
     def _with_format(self, wishes: Wishes, tools: Tools) -> Wishes:
         """What parser and tools ask of the answer. Raises BadRequest where they cannot work."""
         options = wishes.options
@@ -154,7 +213,7 @@ class Answers:
         facts: ModelFacts,
     ) -> list[Choice]:
         """Choice i belongs to prompt i // n."""
-        label = replace(origin.label, priority=wishes.priority, cache_salt=wishes.cache_salt)
+        label = _label(origin, wishes)
         choices: list[Choice] = []
         for index, shape in enumerate(shapes):
             prompt, param = prompts[index // wishes.n]
@@ -173,6 +232,10 @@ class Answers:
             prompt_top=wishes.prompt_top,
             wants_token_ids=wishes.wants_token_ids,
         )
+
+
+def _label(origin: Origin, wishes: Wishes) -> Label:
+    return replace(origin.label, priority=wishes.priority, cache_salt=wishes.cache_salt)
 
 
 def _cut(prompt: tuple[int, ...], wishes: Wishes, facts: ModelFacts) -> tuple[int, ...]:

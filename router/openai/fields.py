@@ -3,7 +3,7 @@
 Owns types, ranges and the wording of complaints. Must never know what a field is for.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import msgspec
@@ -36,12 +36,14 @@ def shown(value: object) -> str:
 
 
 class Fields:
-    """One JSON object. A field that is null counts as absent."""
+    """One JSON object. A field that is null counts as absent. Only `known` ones may be asked for."""
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: Mapping[str, Any], *, known: Container[str]) -> None:
         self._values = values
+        self._known = known
 
     def raw(self, name: str) -> Any:
+        assert name in self._known, f"{name} is in no table of router.openai.tables"
         return self._values.get(name)
 
     def boolean(self, name: str, *, default: bool = False) -> bool:

@@ -15,11 +15,11 @@ _REFUSED_KEYS = ("function_call", "audio")
 _REASONING_KEYS = ("reasoning_content", "reasoning")
 
 
-def read_messages(value: Any) -> tuple[Message, ...]:
-    """Messages with text content only. Raises BadRequest naming the message."""
+def read_messages(value: Any, *, where: str = "messages") -> tuple[Message, ...]:
+    """Messages with text content only. Raises BadRequest naming the message, by its place in `where`."""
     if not isinstance(value, list) or not value:
-        raise refuse("messages", "a non-empty list of messages", value)
-    return tuple(_message(f"messages[{index}]", item) for index, item in enumerate(value))
+        raise refuse(where, "a non-empty list of messages", value)
+    return tuple(_message(f"{where}[{index}]", item) for index, item in enumerate(value))
 
 
 def _message(where: str, value: Any) -> Message:

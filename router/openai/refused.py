@@ -1,7 +1,6 @@
 """Fields that would change the answer and that Paceline does not serve: refused by name, never ignored.
 
-Fields found neither here nor in `requests` are ignored, as the OpenAI API does: they label a request
-(`user`, `metadata`, `store`) or ask for nothing that changes its tokens.
+`tables` joins them with the fields that are read and those that only label a request.
 """
 
 from collections.abc import Mapping
@@ -51,15 +50,45 @@ _CHAT: Mapping[str, tuple[Any, ...]] = {
 }
 """Field name to the values, besides null, that ask for nothing."""
 
+_RESPONSES: Mapping[str, tuple[Any, ...]] = {
+    "access_programs": (),
+    "background": (False,),
+    "background_options": (),
+    "context_management": ([],),
+    "conversation": (),
+    "image": (),
+    "logprobs": (),
+    "max_completion_tokens": (),
+    "max_tokens": (),
+    "messages": (),
+    "moderation": (),
+    "n": (1,),
+    "previous_response_id": (),
+    "prompt": (),
+    "prompt_logprobs": (),
+    "reasoning": ({}, {"effort": "none"}),
+    "store": (False,),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "truncation": ("disabled",),
+}
+
 REFUSED_IN_COMPLETIONS: Mapping[str, tuple[Any, ...]] = {**_ANY_ENDPOINT, **_COMPLETIONS}
 REFUSED_IN_CHAT: Mapping[str, tuple[Any, ...]] = {**_ANY_ENDPOINT, **_CHAT}
+REFUSED_IN_RESPONSES: Mapping[str, tuple[Any, ...]] = {**_ANY_ENDPOINT, **_RESPONSES}
+
+_WHY: Mapping[str, str] = {
+    "previous_response_id": "this server keeps no responses, so send the conversation in input",
+    "store": "this server keeps no responses, so leave it out or say false",
+}
 
 
 def check_refused(body: Mapping[str, Any], refused: Mapping[str, tuple[Any, ...]]) -> None:
     """Raises BadRequest naming the first field that asks for something not served."""
     for name, value in body.items():
         if value is not None and name in refused and not _is_harmless(value, refused[name]):
-            raise BadRequest(f"{name} is not supported", param=name, code="unsupported_parameter")
+            why = f": {_WHY[name]}" if name in _WHY else ""
+            raise BadRequest(f"{name} is not supported{why}", param=name, code="unsupported_parameter")
 
 
 def _is_harmless(value: Any, harmless: tuple[Any, ...]) -> bool:

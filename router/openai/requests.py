@@ -10,13 +10,11 @@ from typing import Any
 from router.errors import BadRequest
 from router.openai.fields import Fields, refuse
 from router.openai.messages import Message, read_messages
-from router.openai.refused import REFUSED_IN_CHAT, REFUSED_IN_COMPLETIONS, check_refused
 from router.openai.sampling import chat_logprobs, completion_logprobs, prompt_logprobs, read_sampling
-from router.openai.tools import Tools, read_tools
+from router.openai.tables import CHAT, COMPLETIONS, MAX_CHOICES
+from router.openai.tools import NO_TOOLS, Tools, read_tools
 from router.planning import SamplingOptions
 from router.text.options import PromptOptions, TemplateOptions
-
-MAX_CHOICES = 128
 
 Prompt = str | tuple[int, ...]
 
@@ -60,8 +58,7 @@ class ChatRequest:
 
 def read_completion(body: Mapping[str, Any]) -> CompletionRequest:
     """Raises BadRequest naming the field."""
-    check_refused(body, REFUSED_IN_COMPLETIONS)
-    fields = Fields(body)
+    fields = COMPLETIONS.fields(body)
     prompts, is_list = _prompts(fields.raw("prompt"))
     echoes, logprobs = fields.boolean("echo"), completion_logprobs(fields)
     wishes = _wishes(fields, logprobs=logprobs, echo_top=logprobs if echoes else None, may_be_empty=echoes)
@@ -77,15 +74,15 @@ def read_completion(body: Mapping[str, Any]) -> CompletionRequest:
 
 def read_chat(body: Mapping[str, Any]) -> ChatRequest:
     """Raises BadRequest naming the field."""
-    check_refused(body, REFUSED_IN_CHAT)
-    fields = Fields(body)
+    fields = CHAT.fields(body)
     messages = read_messages(fields.raw("messages"))
     wishes = _wishes(fields, logprobs=chat_logprobs(fields))
     tools = read_tools(fields)
-    return ChatRequest(messages=messages, template=_template(fields, tools), tools=tools, wishes=wishes)
+    return ChatRequest(messages=messages, template=read_template(fields, tools), tools=tools, wishes=wishes)
 
 
-def _template(fields: Fields, tools: Tools) -> TemplateOptions:
+def read_template(fields: Fields, tools: Tools = NO_TOOLS) -> TemplateOptions:
+    """Raises BadRequest naming the field."""
     continues = fields.boolean("continue_final_message")
     opens = fields.boolean("add_generation_prompt", default=not continues)
     if continues and opens:
@@ -112,7 +109,7 @@ def _wishes(
     fields: Fields, *, logprobs: int | None, echo_top: int | None = None, may_be_empty: bool = False
 ) -> Wishes:
     is_stream = fields.boolean("stream")
-    stream_options = Fields(fields.mapping("stream_options"))
+    stream_options = Fields(fields.mapping("stream_options"), known=("include_usage",))
     if fields.raw("stream_options") is not None and not is_stream:
         raise BadRequest("stream_options must be left out unless stream is true", param="stream_options")
     prompt_top = prompt_logprobs(fields)
@@ -121,10 +118,7 @@ def _wishes(
     return Wishes(
         model=fields.text("model"),
         options=options,
-        text=PromptOptions(
-            adds_special=fields.boolean_or_none("add_special_tokens"),
-            keeps_last=_keeps_last(fields),
-        ),
+        text=read_prompt_options(fields),
         prompt_top=prompt_top,
         n=fields.integer("n", minimum=1, maximum=MAX_CHOICES) or 1,
         is_stream=is_stream,
@@ -135,11 +129,12 @@ def _wishes(
     )
 
 
-def _keeps_last(fields: Fields) -> int | None:
+def read_prompt_options(fields: Fields) -> PromptOptions:
+    """Raises BadRequest naming the field."""
     count = fields.integer("truncate_prompt_tokens", minimum=-1)
     if count == 0:
         raise refuse("truncate_prompt_tokens", "positive, or -1 for as many as the model takes", count)
-    return count
+    return PromptOptions(adds_special=fields.boolean_or_none("add_special_tokens"), keeps_last=count)
 
 
 def _prompts(value: Any) -> tuple[tuple[Prompt, ...], bool]:

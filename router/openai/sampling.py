@@ -1,20 +1,29 @@
 """The sampling fields of both endpoints, from JSON to `SamplingOptions`."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from router.openai.fields import Fields, as_number, refuse
+from router.openai.tables import MAX_TOP_LOGPROBS, SEED_MAX, SEED_MIN
 from router.planning import SamplingOptions
 
-MAX_TOP_LOGPROBS = 20
-_SEED_MIN, _SEED_MAX = -(2**63), 2**64 - 1
+_MAX_TOKENS_NAMES = ("max_completion_tokens", "max_tokens")
 
 
 def read_sampling(
-    fields: Fields, *, logprobs: int | None, prompt_logprobs: int | None, may_be_empty: bool = False
+    fields: Fields,
+    *,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+    may_be_empty: bool = False,
+    max_tokens_names: Sequence[str] = _MAX_TOKENS_NAMES,
 ) -> SamplingOptions:
-    """Ranges that need no model are checked by SamplingParams, which names the field too."""
+    """Ranges that need no model are checked by SamplingParams, which names the field too.
+
+    `max_tokens_names`: what the endpoint calls it; the first one given wins.
+    """
     may_be_empty = may_be_empty or prompt_logprobs is not None
-    max_tokens, max_tokens_field = _max_tokens(fields, minimum=0 if may_be_empty else 1)
+    max_tokens, max_tokens_field = _max_tokens(fields, max_tokens_names, minimum=0 if may_be_empty else 1)
     top_k = fields.integer("top_k", minimum=-1)
     return SamplingOptions(
         max_tokens=max_tokens,
@@ -27,7 +36,7 @@ def read_sampling(
         presence_penalty=fields.number("presence_penalty"),
         frequency_penalty=fields.number("frequency_penalty"),
         repetition_penalty=fields.number("repetition_penalty"),
-        seed=fields.integer("seed", minimum=_SEED_MIN, maximum=_SEED_MAX),
+        seed=fields.integer("seed", minimum=SEED_MIN, maximum=SEED_MAX),
         min_tokens=fields.integer("min_tokens", minimum=0),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
@@ -63,13 +72,12 @@ def prompt_logprobs(fields: Fields) -> int | None:
     return count
 
 
-def _max_tokens(fields: Fields, *, minimum: int) -> tuple[int | None, str]:
-    """The newer name wins when both are given."""
-    for name in ("max_completion_tokens", "max_tokens"):
+def _max_tokens(fields: Fields, names: Sequence[str], *, minimum: int) -> tuple[int | None, str]:
+    for name in names:
         value = fields.integer(name, minimum=minimum)
         if value is not None:
             return value, name
-    return None, "max_tokens"
+    return None, names[-1]
 
 
 def _stop(value: Any) -> tuple[str, ...]:

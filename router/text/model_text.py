@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from router.errors import BadRequest, QueueFull
 from router.text.chat import ChatTemplate, TemplateFailed
 from router.text.options import OPEN_ANSWER, TemplateOptions
 from router.text.tokenizer import Tokenizer, read_json
+
+T = TypeVar("T")
 
 _LONG_TEXT_CHARS = 4096
 _NUM_THREADS = 2
@@ -79,10 +81,14 @@ class ModelText:
         except ValueError as error:
             raise BadRequest(str(error), param="chat_template_kwargs") from error
 
+    async def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids, special tokens shown."""
+        return await self._run(len(ids), lambda: self.tokenizer.decode(ids, shows_special=True))
+
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _run(self, size: int, work: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
+    async def _run(self, size: int, work: Callable[[], T]) -> T:
         if size < _LONG_TEXT_CHARS:
             return work()
         if self._num_waiting >= _MAX_WAITING:

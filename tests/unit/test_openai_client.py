@@ -119,16 +119,21 @@ async def test_an_error_in_the_stream_reaches_the_official_client() -> None:
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("stall_after", [0, 2])
-async def test_closing_the_socket_cancels_the_generation(is_stream: bool, stall_after: int) -> None:
+@pytest.mark.parametrize(
+    ("path", "fields"), [("/v1/completions", {"prompt": "hi", "n": 2}), ("/v1/responses", {"input": "hi"})]
+)
+async def test_closing_the_socket_cancels_the_generation(
+    path: str, fields: dict[str, Any], is_stream: bool, stall_after: int
+) -> None:
     dispatcher = answering(stall_after=stall_after)
     async with served(dispatcher) as url, httpx.AsyncClient(base_url=url) as http:
-        body = {"prompt": "hi", "stream": is_stream}
-        asking = asyncio.ensure_future(http.post("/v1/completions", json=body))
-        await asyncio.wait_for(dispatcher.until_stalled(1), timeout=5)
+        asking = asyncio.ensure_future(http.post(path, json={**fields, "stream": is_stream}))
+        count = fields.get("n", 1)
+        await asyncio.wait_for(dispatcher.until_stalled(count), timeout=5)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         await asyncio.wait_for(dispatcher.until_idle(), timeout=2)
-    assert dispatcher.num_closed_early == 1
+    assert dispatcher.num_closed_early == count
 
 
 async def test_events_leave_the_server_as_they_are_made() -> None:
