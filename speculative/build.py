@@ -22,7 +22,7 @@ from engine.pool import PagePool
 from engine.scheduler import SchedulerLimits
 from speculative.loop import EngineLoop
 from speculative.null import NullConfig, NullProposer
-from speculative.policy import OPTIONS, DraftPolicy, policy_of
+from speculative.policy import OPTIONS, DraftPolicy, policy_of, prepare
 from speculative.proposer import DraftNeeds, Proposer
 from speculative.registry import create_proposer, options_of
 
@@ -134,7 +134,10 @@ def _proposer(settings: EngineSettings) -> Proposer:
 def _policy(settings: EngineSettings, proposer: Proposer, clock: Callable[[], float]) -> DraftPolicy:
     if settings.is_prefill_only:
         return DraftPolicy()  # both nodes of a pair may be given the same settings
-    return policy_of(settings.draft_options, max_draft_tokens=proposer.needs.max_draft_tokens, clock=clock)
+    max_draft_tokens = proposer.needs.max_draft_tokens
+    policy = policy_of(settings.draft_options, max_draft_tokens=max_draft_tokens, clock=clock)
+    prepare(policy, proposer)
+    return policy
 
 
 def _device(name: str) -> torch.device:

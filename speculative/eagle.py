@@ -125,7 +125,10 @@ class EagleNetwork:
         for index, layer in enumerate(self._layers):
             out_TE = layer.forward(out_TE, this, self._rows.kv(index))
         out_RE = out_TE[self._rows.ids(logit_rows(spans))]
-        return out_RE, self.head.logits(out_RE)
+        return out_RE, self.logits(out_RE)
+
+    def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
+        return self.head.logits(hidden_RE)
 
 
 def _rename(name: str) -> str | None:

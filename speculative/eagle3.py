@@ -200,6 +200,10 @@ class Eagle3Network:
         normed_RE = rms_norm(out_RE, self._norm_E, self._eps)
         return normed_RE if self._facts.norm_output else out_RE, self.head.logits(normed_RE)
 
+    def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
+        is_normed = self._facts.norm_output
+        return self.head.logits(hidden_RE if is_normed else rms_norm(hidden_RE, self._norm_E, self._eps))
+
 
 def _embedding(reader: TensorReader, facts: HeadFacts, model: Model) -> torch.Tensor:
     """The draft's own where the checkpoint has one, else the target's."""

@@ -141,7 +141,10 @@ class MtpModule:
     def forward(self, spans: Sequence[Span], hidden_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         out_RE = self.run(spans, hidden_TE)[self._rows.ids(wanted_rows(spans))]
         normed_RE = rms_norm(out_RE, self._norm_E, self._eps)
-        return normed_RE, self.head.logits(normed_RE)
+        return normed_RE, self.logits(normed_RE)
+
+    def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
+        return self.head.logits(hidden_RE)
 
     def run(self, spans: Sequence[Span], hidden_TE: torch.Tensor) -> torch.Tensor:
         """The layer's output for every row, before the norm: the next module's hidden."""
@@ -157,8 +160,8 @@ class MtpModule:
         return self._layer.forward(F.linear(mixed_TX, self._mix_EX), this, self._rows.kv(self._index))
 
     def predict(self, out_RE: torch.Tensor) -> torch.Tensor:
-        """The likeliest token after each row of `run`'s output."""
-        return self.head.logits(rms_norm(out_RE, self._norm_E, self._eps)).argmax(dim=1)
+        """Logits of the token after each row of `run`'s output."""
+        return self.head.logits(rms_norm(out_RE, self._norm_E, self._eps))
 
 
 def _rename(name: str) -> str | None:

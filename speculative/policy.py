@@ -6,24 +6,36 @@ Owns the settings of these choices, which stand among the algorithm's. Must neve
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
+from engine.randomness import uniforms
+from speculative.accept_rules import BLOCK, TOKEN_WISE, ChainRule
 from speculative.budgets.adaptive import AdaptiveBudget, AdaptiveConfig
 from speculative.budgets.budget import DraftBudget
 from speculative.budgets.count import DEFAULT_SLOTS, CountBudget, CountConfig
+from speculative.proposer import DrawingProposer, Proposer
 from speculative.simulate import SimulatedAcceptance
 from speculative.verify import DrawAtEveryNode, Verify
+from speculative.verify_drawn import VerifyDrawn
 
 logger = logging.getLogger(__name__)
 
-OPTIONS = frozenset({"budget", "budget_slots", "simulate_acceptance"})
+OPTIONS = frozenset({"acceptance", "budget", "budget_slots", "simulate_acceptance"})
+
+EXACT = "exact"
+_DRAWN_RULES: Mapping[str, ChainRule] = MappingProxyType({"rejection": TOKEN_WISE, "block": BLOCK})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftPolicy:
-    """budget: None for as much as the algorithm may draft. verify: the acceptance rule."""
+    """budget: None for as much as the algorithm may draft. verify: the acceptance rule.
+
+    acceptance: its name; any but `EXACT` is for drafts that were drawn (`prepare`).
+    """
 
     budget: DraftBudget | None = None
     verify: Verify = field(default_factory=DrawAtEveryNode)
+    acceptance: str = EXACT
     is_simulated: bool = False
 
 
@@ -36,6 +48,10 @@ def policy_of(
     """
     budget = _budget(options, max_draft_tokens, clock)
     mean = _simulated_mean(options.get("simulate_acceptance", 0), max_draft_tokens)
+    acceptance = _acceptance(options, is_simulated=mean > 0)
+    if acceptance != EXACT:
+        verify = VerifyDrawn(_DRAWN_RULES[acceptance])
+        return DraftPolicy(budget=budget, verify=verify, acceptance=acceptance)
     if not mean:
         return DraftPolicy(budget=budget)
     logger.warning(
@@ -44,6 +60,34 @@ def policy_of(
         mean,
     )
     return DraftPolicy(budget=budget, verify=DrawAtEveryNode(SimulatedAcceptance(mean)), is_simulated=True)
+
+
+def prepare(policy: DraftPolicy, proposer: Proposer) -> None:
+    """Once, before the engine takes both: the proposer learns that the rule wants drawn drafts.
+
+    Raises ValueError naming the option when it cannot draw them.
+    """
+    if policy.acceptance == EXACT:
+        return
+    if not isinstance(proposer, DrawingProposer):
+        raise ValueError(
+            "acceptance must be exact for an algorithm that cannot draw its drafts from a distribution,"
+            f" got {policy.acceptance!r}"
+        )
+    try:
+        proposer.draw_drafts(uniforms)
+    except ValueError as error:
+        raise ValueError(f"acceptance {policy.acceptance!r} does not fit: {error}") from error
+
+
+def _acceptance(options: Mapping[str, object], *, is_simulated: bool) -> str:
+    name = options.get("acceptance", EXACT)
+    known = (EXACT, *_DRAWN_RULES)
+    if not isinstance(name, str) or name not in known:
+        raise ValueError(f"acceptance must be one of {', '.join(known)}, got {name!r}")
+    if is_simulated and name != EXACT:
+        raise ValueError(f"acceptance must be exact while simulate_acceptance is on, got {name!r}")
+    return name
 
 
 def _budget(

@@ -6,7 +6,7 @@ nodes and the transfer read only `DraftNeeds`; nothing outside tests names an al
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -14,6 +14,7 @@ from engine.batch import ForwardOutput
 from engine.layout import PoolSpec
 from engine.models.model import Model
 from engine.pool import PagePool
+from engine.randomness import Coins
 from engine.request import Request
 
 
@@ -116,4 +117,17 @@ class Proposer(Protocol):
 
     def forget(self, request: Request) -> None:
         """The request has left the engine, for whatever reason. Called exactly once per request seen."""
+        ...
+
+
+@runtime_checkable
+class DrawingProposer(Proposer, Protocol):
+    """One that can draw its drafts from its own distribution instead of choosing the likeliest."""
+
+    def draw_drafts(self, coins: Coins) -> None:
+        """Once, before `bind`: from now on the proposals of requests that sample are chains drawn from
+        their `q_KV`. Coins: the draft stream at (seed, position of the round's root, step); none may be used
+        for two rounds, because a draft that fell bears on what its round emitted.
+
+        Raises ValueError naming the option that stands against it."""
         ...

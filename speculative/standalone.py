@@ -25,7 +25,9 @@ from engine.loaders.names import all_pieces
 from engine.models.config import ModelConfig
 from engine.models.model import Model
 from engine.pool import PagePool
+from engine.randomness import Coins
 from engine.request import Request
+from speculative.drafts.chain_draws import ChainDraws
 from speculative.drafts.config import check_same
 from speculative.drafts.layer import POOL, kv_spec
 from speculative.proposer import Advance, DraftNeeds, Proposal, Seed
@@ -73,6 +75,10 @@ class StandaloneProposer:
             draft_weights=_fingerprint(source, self._draft_config),
         )
         self._filled: dict[Request, int] = {}
+        self._coins: Coins | None = None
+
+    def draw_drafts(self, coins: Coins) -> None:
+        self._coins = coins
 
     def bind(self, model: Model, pool: PagePool) -> None:
         check_same("vocab_size", self._draft_config.vocab_size, model.config.vocab_size)
@@ -89,11 +95,7 @@ class StandaloneProposer:
             for request, limit in zip(requests, limits, strict=True)
             if limit > 0
         }
-        chains = self._chains(lengths) if lengths else {}
-        return [
-            Proposal(token_ids=tuple(chain), parents=tuple(range(len(chain))))
-            for chain in (chains.get(request, []) for request in requests)
-        ]
+        return self._proposals(requests, lengths)
 
     def observe(self, advances: Sequence[Advance], output: ForwardOutput) -> None:  # noqa: ARG002 - part of the seam
         spans = [span for advance in advances if (span := self._missing(advance)) is not None]
@@ -106,18 +108,27 @@ class StandaloneProposer:
     def forget(self, request: Request) -> None:
         self._filled.pop(request, None)  # a prefill node forgets requests it never admitted
 
-    def _chains(self, lengths: Mapping[Request, int]) -> dict[Request, list[int]]:
-        """Drafted tokens by request. Each step feeds the last token of the chains that go on."""
+    def _proposals(self, requests: Sequence[Request], lengths: Mapping[Request, int]) -> list[Proposal]:
+        """Each step feeds the last token of the chains that go on."""
         chains: dict[Request, list[int]] = {request: [] for request in lengths}
-        for step in range(max(lengths.values())):
+        draws = self._new_draws()
+        for step in range(max(lengths.values(), default=0)):
             going_on = [request for request, length in lengths.items() if step < length]
             spans = [self._next(request, chains[request]) for request in going_on]
             logits_RV = self._draft.forward(ForwardBatch(spans=spans), self._pool).logits_RV
-            for request, token_id in zip(going_on, logits_RV.argmax(dim=1).tolist(), strict=True):
+            token_ids = logits_RV.argmax(dim=1).tolist()
+            if draws is not None:
+                draws.redraw_(token_ids, going_on, logits_RV, step=step)
+            for request, token_id in zip(going_on, token_ids, strict=True):
                 chains[request].append(token_id)
         for request, length in lengths.items():
             self._filled[request] = request.num_committed + length
-        return chains
+        return [_proposal(chains.get(request, []), draws, request) for request in requests]
+
+    def _new_draws(self) -> ChainDraws | None:
+        if self._coins is None:
+            return None
+        return ChainDraws(self._coins, target_ids_V=None, target_vocab_size=self._draft_config.vocab_size)
 
     def _next(self, request: Request, chain: Sequence[int]) -> Span:
         """What the draft has not seen of tokens and chain; its last row draws the next token."""
@@ -140,6 +151,11 @@ class StandaloneProposer:
             return None
         self._filled[request] = end
         return _span(request, filled, request.tokens[filled:end], is_drawn=False)
+
+
+def _proposal(chain: Sequence[int], draws: ChainDraws | None, request: Request) -> Proposal:
+    q_KV = draws.q_KV(request, len(chain)) if draws is not None else None
+    return Proposal(token_ids=tuple(chain), parents=tuple(range(len(chain))), q_KV=q_KV)
 
 
 def _span(request: Request, start: int, token_ids: Sequence[int], *, is_drawn: bool) -> Span:

@@ -16,7 +16,7 @@ from engine.request import Request
 from engine.scheduler import SchedulerLimits
 from speculative.loop import EngineLoop
 from speculative.null import NullConfig, NullProposer
-from speculative.policy import DraftPolicy
+from speculative.policy import DraftPolicy, prepare
 from speculative.progress import Progress
 from speculative.proposer import Proposer
 from tests.tiny_models import save_tiny
@@ -48,7 +48,8 @@ def make_engine(
     """`limits` are fields of SchedulerLimits; `model` stands in for the tiny one that it is like."""
     loaded = tiny_model(family, device)
     config = loaded.config
-    proposer = proposer or NullProposer(NullConfig())
+    proposer, policy = proposer or NullProposer(NullConfig()), policy or DraftPolicy()
+    prepare(policy, proposer)
     target = PoolSpec(
         pool="target",
         num_layers=config.num_layers,
@@ -68,7 +69,7 @@ def make_engine(
             lookahead=proposer.needs.num_lookahead_tokens,
         ),
         proposer=proposer,
-        policy=policy or DraftPolicy(),
+        policy=policy,
         limits=SchedulerLimits(**{"max_running": 16, "chunk_tokens": 64, **limits}),
     )
 

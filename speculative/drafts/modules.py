@@ -7,7 +7,10 @@ the target's hidden. The last tokens of that are drafts when a round ends, so th
 again once the true ones are known: the target's hidden of those slots is kept until then. Pages are
 shared only once nothing in them rests on a draft (`num_lookahead_tokens`).
 
-Shapes: `M` modules, `N` rows of a request, `T` packed rows, `E` hidden width.
+Where drafts are drawn, those at the end of a prompt are the likeliest all the same: the handoff carries
+tokens, not what they were drawn from.
+
+Shapes: `M` modules, `N` rows of a request, `T` packed rows, `E` hidden width, `K` drafts, `V` vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +22,9 @@ import torch
 from engine.batch import ForwardOutput, Span
 from engine.models.model import Model
 from engine.pool import PagePool
+from engine.randomness import Coins
 from engine.request import Request
+from speculative.drafts.chain_draws import ChainDraws
 from speculative.drafts.recurrent import TreeShape
 from speculative.proposer import Advance, DraftNeeds, Proposal, Seed
 
@@ -57,10 +62,11 @@ class ModuleDraft(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _State:
     """drafts: one token per module, none before the prompt's end. hidden_NE: the target's, of the last
-    committed slots whose rows must be computed again."""
+    committed slots whose rows must be computed again. q_KV: what the drafts were drawn from, if they were."""
 
     drafts: tuple[int, ...]
     hidden_NE: torch.Tensor
+    q_KV: torch.Tensor | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,6 +80,7 @@ class _Window:
     start: int
     hidden_NE: torch.Tensor
     tokens: list[int]
+    is_prompt: bool
 
     def span(self, module: int) -> Span:
         """The rows whose token for this module is known."""
@@ -96,6 +103,10 @@ class ModuleChainProposer:
         self._num_modules = draft.num_modules
         self.needs = self._needs(layer_ids=())
         self._states: dict[Request, _State] = {}
+        self._coins: Coins | None = None
+
+    def draw_drafts(self, coins: Coins) -> None:
+        self._coins = coins
 
     def _needs(self, *, layer_ids: tuple[int, ...]) -> DraftNeeds:
         needs = self._draft.needs
@@ -134,8 +145,10 @@ class ModuleChainProposer:
         proposals = []
         for request, limit in zip(requests, limits, strict=True):
             state = self._states.get(request)
-            drafts = () if state is None else state.drafts[: min(limit, self.needs.max_draft_tokens)]
-            proposals.append(Proposal(token_ids=drafts, parents=tuple(range(len(drafts)))))
+            count = min(limit, self.needs.max_draft_tokens)
+            drafts = () if state is None else state.drafts[:count]
+            q_KV = None if state is None or state.q_KV is None or not drafts else state.q_KV[: len(drafts)]
+            proposals.append(Proposal(token_ids=drafts, parents=tuple(range(len(drafts))), q_KV=q_KV))
         return proposals
 
     @torch.inference_mode()
@@ -148,10 +161,17 @@ class ModuleChainProposer:
         if not windows:
             return
         hiddens = [window.hidden_NE for window in windows]
+        draws = self._new_draws()
         for index in range(self._num_modules):
-            hiddens = self._run(index, windows, hiddens)
+            hiddens = self._run(index, windows, hiddens, draws)
         for window in windows:
-            self._states[window.request] = self._state(window)
+            q_KV = draws.q_KV(window.request, self._num_modules) if draws is not None else None
+            self._states[window.request] = self._state(window, q_KV)
+
+    def _new_draws(self) -> ChainDraws | None:
+        if self._coins is None:
+            return None
+        return ChainDraws(self._coins, target_ids_V=None, target_vocab_size=self._model.config.vocab_size)
 
     def _window(self, advance: Advance, output: ForwardOutput) -> _Window:
         request = advance.request
@@ -166,10 +186,15 @@ class ModuleChainProposer:
             start=request.num_committed - len(hidden_NE),
             hidden_NE=hidden_NE,
             tokens=list(request.tokens),
+            is_prompt=advance.is_prompt,
         )
 
     def _run(
-        self, index: int, windows: Sequence[_Window], hiddens: Sequence[torch.Tensor]
+        self,
+        index: int,
+        windows: Sequence[_Window],
+        hiddens: Sequence[torch.Tensor],
+        draws: ChainDraws | None,
     ) -> list[torch.Tensor]:
         """One module over every window: its output rows, and one more token where the prompt has ended."""
         module = self._modules[index]
@@ -182,12 +207,11 @@ class ModuleChainProposer:
         outs = list(out_TE.split(counts))
         ended = [i for i, window in enumerate(windows) if window.request.is_prompt_done]
         if ended:
-            drafted = module.predict(torch.stack([outs[i][-1] for i in ended])).tolist()
-            for i, token_id in zip(ended, drafted, strict=True):
-                windows[i].tokens.append(token_id)
+            logits_RV = module.predict(torch.stack([outs[i][-1] for i in ended]))
+            _append_drafts(index, [windows[i] for i in ended], logits_RV, draws)
         return outs
 
-    def _state(self, window: _Window) -> _State:
+    def _state(self, window: _Window, q_KV: torch.Tensor | None) -> _State:
         """Keep what rests on tokens not known yet, and one row more: a page that a prefill node sent before
         the first token was known lacks that."""
         request = window.request
@@ -196,6 +220,7 @@ class ModuleChainProposer:
         return _State(
             drafts=tuple(window.tokens[len(request.tokens) :]),
             hidden_NE=window.hidden_NE[len(window.hidden_NE) - num_kept :].clone(),
+            q_KV=q_KV,
         )
 
     def _restored(self, seed: Seed) -> _State:
@@ -216,3 +241,18 @@ class ModuleChainProposer:
             drafts=tuple(token_ids),
             hidden_NE=hidden_NE.to(device=self._model.device, dtype=self._model.dtype),
         )
+
+
+def _append_drafts(
+    step: int, windows: Sequence[_Window], logits_RV: torch.Tensor, draws: ChainDraws | None
+) -> None:
+    """One more token for each window, drawn where `draws` is there and the request samples."""
+    drafted: list[int] = logits_RV.argmax(dim=1).tolist()
+    running = [row for row, window in enumerate(windows) if not window.is_prompt]
+    if draws is not None and running:
+        ids = [drafted[row] for row in running]
+        draws.redraw_(ids, [windows[row].request for row in running], logits_RV[running], step=step)
+        for row, token_id in zip(running, ids, strict=True):
+            drafted[row] = token_id
+    for window, token_id in zip(windows, drafted, strict=True):
+        window.tokens.append(token_id)

@@ -20,7 +20,9 @@ import torch
 from engine.batch import ForwardOutput, Span
 from engine.models.model import Model
 from engine.pool import PagePool
+from engine.randomness import Coins
 from engine.request import Request
+from speculative.drafts.chain_draws import ChainDraws, draws_drafts
 from speculative.drafts.extension import captured_rows, extension_of
 from speculative.drafts.head import DraftHead, Floats, Ids, best
 from speculative.drafts.scratch import ScratchRows
@@ -76,6 +78,10 @@ class DraftNetwork(Protocol):
         """(recurrent hidden `[R, E]`, logits `[R, V]` over the draft's vocabulary) of the logit rows."""
         ...
 
+    def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
+        """The logits that `forward` gave along with these recurrent hiddens."""
+        ...
+
 
 class RecurrentDraft(Protocol):
     """An algorithm of the family, before and after it meets its target."""
@@ -97,11 +103,15 @@ class RecurrentDraft(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _State:
-    """What the pair at the last committed slot predicts; ids are the draft's, best first."""
+    """What the pair at the last committed slot predicts; ids are the draft's, best first.
+
+    logits_V: kept only where drafts are drawn from them; None after a handoff, which does not carry them.
+    """
 
     p_K: Floats
     draft_ids_K: Ids
     hidden_E: torch.Tensor
+    logits_V: torch.Tensor | None = None
 
 
 class RecurrentProposer:
@@ -112,8 +122,15 @@ class RecurrentProposer:
         self._shape = draft.shape
         self.needs = needs_of(draft.needs, draft.shape, layer_ids=())
         self._states: dict[Request, _State] = {}
+        self._coins: Coins | None = None
+
+    def draw_drafts(self, coins: Coins) -> None:
+        if self._shape.topk != 1:
+            raise ValueError(f"topk must be 1 where drafts are drawn, got {self._shape.topk}")
+        self._coins = coins
 
     def bind(self, model: Model, pool: PagePool) -> None:
+        self._target_vocab_size = model.config.vocab_size
         self.needs = needs_of(self._draft.needs, self._shape, layer_ids=self._draft.layer_ids(model))
         self._network = self._draft.build(model, pool)
         self._device = model.device
@@ -154,11 +171,13 @@ class RecurrentProposer:
         if drafting:
             # No node lies deeper than there are tokens to select, so further steps would change nothing.
             num_steps = min(self._shape.num_steps, max(limit for _, limit in drafting))
-            growth = self._grow([request for request, _ in drafting], num_steps)
+            draws = self._new_draws()
+            growth = self._grow([request for request, _ in drafting], num_steps, draws)
             for index, (request, limit) in enumerate(drafting):
                 chosen = growth.select(index, limit)
+                q_KV = draws.q_KV(request, len(chosen.token_ids)) if draws is not None else None
                 drafted[request] = Proposal(
-                    token_ids=chosen.token_ids, parents=chosen.parents, ranks=chosen.ranks
+                    token_ids=chosen.token_ids, parents=chosen.parents, ranks=chosen.ranks, q_KV=q_KV
                 )
         return [drafted.get(request, Proposal()) for request in requests]
 
@@ -175,23 +194,53 @@ class RecurrentProposer:
             return
         p_RK, ids_RK = best(logits_RV, self._width)
         for row, request in enumerate(ended):
+            is_drawn = self._coins is not None and draws_drafts(request)
             self._states[request] = _State(
-                p_K=p_RK[row].copy(), draft_ids_K=ids_RK[row].copy(), hidden_E=hidden_RE[row].clone()
+                p_K=p_RK[row].copy(),
+                draft_ids_K=ids_RK[row].copy(),
+                hidden_E=hidden_RE[row].clone(),
+                logits_V=logits_RV[row].clone() if is_drawn else None,
             )
 
-    def _grow(self, requests: Sequence[Request], num_steps: int) -> Growth:
-        states = [self._states[request] for request in requests]
-        width = self._shape.topk
+    def _new_draws(self) -> ChainDraws | None:
+        if self._coins is None:
+            return None
+        return ChainDraws(
+            self._coins,
+            target_ids_V=self._network.head.target_ids_V,
+            target_vocab_size=self._target_vocab_size,
+        )
+
+    def _first(self, requests: Sequence[Request], draws: ChainDraws | None) -> tuple[Floats, Ids]:
+        """Candidates below the root, as `best` has them; drawn where the request samples."""
+        states, width = [self._states[request] for request in requests], self._shape.topk
         p_BK = np.stack([state.p_K[:width] for state in states])
-        head = self._network.head
-        growth = Growth(p_BK, head.to_target(np.stack([state.draft_ids_K[:width] for state in states])))
+        ids_BK = np.stack([state.draft_ids_K[:width] for state in states])
+        sampling = [index for index, request in enumerate(requests) if draws_drafts(request)]
+        if draws is None or not sampling:
+            return p_BK, ids_BK
+        logits_SV = torch.stack([self._logits(states[index]) for index in sampling])
+        ids_BK[sampling, 0] = draws.draw([requests[index] for index in sampling], logits_SV, step=0)
+        p_BK[sampling] = 1.0
+        return p_BK, ids_BK
+
+    def _logits(self, state: _State) -> torch.Tensor:
+        return self._network.logits(state.hidden_E[None])[0] if state.logits_V is None else state.logits_V
+
+    def _grow(self, requests: Sequence[Request], num_steps: int, draws: ChainDraws | None) -> Growth:
+        width, head = self._shape.topk, self._network.head
+        p_BK, ids_BK = self._first(requests, draws)
+        growth = Growth(p_BK, head.to_target(ids_BK))
         rows = ScratchRows(requests, width=width)
         beams = growth.beams()
-        hidden_BKE = torch.stack([state.hidden_E for state in states])[:, None].expand(-1, width, -1)
-        for _ in range(num_steps - 1):
+        hidden_BE = torch.stack([self._states[request].hidden_E for request in requests])
+        hidden_BKE = hidden_BE[:, None].expand(-1, width, -1)
+        for step in range(1, num_steps):
             spans, hidden_TE = rows.add(beams, hidden_BKE)
             recurrent_RE, logits_RV = self._network.forward(spans, hidden_TE)
             p_RK, ids_RK = best(logits_RV, width)
+            if draws is not None:
+                _redraw_(draws, requests, logits_RV, step=step, p_RK=p_RK, ids_RK=ids_RK)
             shape = (len(requests), width, width)
             beams = growth.expand(p_RK.reshape(shape), head.to_target(ids_RK).reshape(shape))
             recurrent_BKE = recurrent_RE.view(len(requests), width, -1)
@@ -220,6 +269,22 @@ class RecurrentProposer:
             draft_ids_K=draft_ids_K,
             hidden_E=seed.tensors["hidden"].to(self._device),
         )
+
+
+def _redraw_(
+    draws: ChainDraws,
+    requests: Sequence[Request],
+    logits_RV: torch.Tensor,
+    *,
+    step: int,
+    p_RK: Floats,
+    ids_RK: Ids,
+) -> None:
+    """One candidate per row. Where it is drawn its score is 1, so that a chain is cut at its end only."""
+    ids: list[int] = ids_RK[:, 0].tolist()
+    draws.redraw_(ids, requests, logits_RV, step=step)
+    ids_RK[:, 0] = ids
+    p_RK[[draws_drafts(request) for request in requests]] = 1.0
 
 
 def needs_of(needs: DraftNeeds, shape: TreeShape, *, layer_ids: tuple[int, ...]) -> DraftNeeds:

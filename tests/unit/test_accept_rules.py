@@ -1,12 +1,10 @@
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from speculative.accept import Acceptance
-from speculative.accept_rules import block_verification, chain_rejection, inverse_cdf, target_only
+from speculative.accept_rules import BLOCK, TOKEN_WISE, ChainRule, inverse_cdf, target_only, verify_chain
 from speculative.proposer import Proposal
 from speculative.tree import Tree, build
 from tests.unit.plain_rules import golden_cases
@@ -89,7 +87,7 @@ def test_target_only_draws_what_no_child_covers_from_the_rest_of_p() -> None:
 def test_eagle_g5_chain_rejection_outcomes(
     drafts: list[int], coins: list[float], final: float, emitted: tuple[int, ...]
 ) -> None:
-    outcome = chain_rejection(drafts, G5_P, G5_Q, coins=coins, final_coin=final)
+    outcome = verify_chain(TOKEN_WISE, drafts, p_NV=G5_P, q_KV=G5_Q, coins=coins, final_coin=final)
     assert outcome.token_ids == emitted
     assert outcome.nodes == tuple(range(len(emitted)))
 
@@ -100,13 +98,13 @@ def test_eagle_g5_a_certain_draft_is_accepted_with_its_probability(
 ) -> None:
     one_hot = torch.tensor([[0.0, 1.0, 0.0, 0.0]], dtype=torch.float64)
     p_NV = torch.stack((G5_P[0], torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)))
-    outcome = chain_rejection([1], p_NV, one_hot, coins=[coin], final_coin=0.5)
+    outcome = verify_chain(TOKEN_WISE, [1], p_NV=p_NV, q_KV=one_hot, coins=[coin], final_coin=0.5)
     assert outcome.token_ids == emitted
 
 
 def test_eagle_g5_a_certain_target_accepts_its_token_whatever_the_coin() -> None:
     p_NV = torch.tensor([[0.0, 0.0, 1.0, 0.0]] * 2, dtype=torch.float64)
-    outcome = chain_rejection([2], p_NV, G5_Q[1:], coins=[0.999], final_coin=0.5)
+    outcome = verify_chain(TOKEN_WISE, [2], p_NV=p_NV, q_KV=G5_Q[1:], coins=[0.999], final_coin=0.5)
     assert outcome.token_ids == (2, 2)
 
 
@@ -116,19 +114,20 @@ def test_eagle_g5_a_certain_target_accepts_its_token_whatever_the_coin() -> None
 def test_eagle_g5_block_verification_outcomes(
     drafts: list[int], coins: list[float], emitted: tuple[int, ...]
 ) -> None:
-    outcome = block_verification(drafts, G5_P, G5_Q, coins=coins, final_coin=0.5)
+    outcome = verify_chain(BLOCK, drafts, p_NV=G5_P, q_KV=G5_Q, coins=coins, final_coin=0.5)
     assert outcome.token_ids == emitted
 
 
-@pytest.mark.parametrize("verify", [chain_rejection, block_verification])
-def test_eagle_g5_the_first_token_of_a_drawn_draft_follows_p(verify: Callable[..., Acceptance]) -> None:
+@pytest.mark.parametrize("rule", [TOKEN_WISE, BLOCK], ids=["token-wise", "block"])
+def test_eagle_g5_the_first_token_of_a_drawn_draft_follows_p(rule: ChainRule) -> None:
     steps, law = 30, torch.zeros(4, dtype=torch.float64)
     grid = [(i + 0.5) / steps for i in range(steps)]
     p_NV, q_KV = G5_P[[0, 2]], G5_Q[:1]
     for draft in range(3):
         share = float(q_KV[0, draft]) / steps**2
         for coin, final in itertools.product(grid, grid):
-            law[verify([draft], p_NV, q_KV, coins=[coin], final_coin=final).token_ids[0]] += share
+            outcome = verify_chain(rule, [draft], p_NV=p_NV, q_KV=q_KV, coins=[coin], final_coin=final)
+            law[outcome.token_ids[0]] += share
     assert law.tolist() == pytest.approx(G5_P[0].tolist(), abs=1 / steps)
 
 
@@ -141,7 +140,9 @@ def test_both_tokens_of_a_block_follow_the_joint_law() -> None:
     pair = torch.zeros(2, 2, dtype=torch.float64)
     for drafts in itertools.product(range(2), range(2)):
         for coin_1, coin_2, final in itertools.product(grid, grid, grid):
-            outcome = block_verification(drafts, p_NV, q_KV, coins=[coin_1, coin_2], final_coin=final)
+            outcome = verify_chain(
+                BLOCK, drafts, p_NV=p_NV, q_KV=q_KV, coins=[coin_1, coin_2], final_coin=final
+            )
             share = 0.25 / steps**3
             first[outcome.token_ids[0]] += share
             if len(outcome.token_ids) > 1:
@@ -158,11 +159,12 @@ def test_golden_trees_sampled_trees_and_chains_are_reproduced() -> None:
         tree = build(case["root"], Proposal(token_ids=tuple(case["tokens"]), parents=parents))
         _check_tree(tree, case["target_only"])
         chain = case["chain"]
-        for rule, key in ((chain_rejection, "token_wise"), (block_verification, "block")):
-            outcome = rule(
+        for rule, key in ((TOKEN_WISE, "token_wise"), (BLOCK, "block")):
+            outcome = verify_chain(
+                rule,
                 chain["candidates"][1:],
-                torch.tensor(chain["p"], dtype=torch.float64),
-                torch.tensor(chain["q"], dtype=torch.float64),
+                p_NV=torch.tensor(chain["p"], dtype=torch.float64),
+                q_KV=torch.tensor(chain["q"], dtype=torch.float64),
                 coins=chain["coins"],
                 final_coin=chain["final"],
             )

@@ -62,6 +62,11 @@ def test_simulation_is_loud(caplog: pytest.LogCaptureFixture) -> None:
             "budget_slots must be left out unless budget is adaptive or count, got '1:1'",
         ),
         ({"budget": "adaptive", "budget_slots": "1"}, "budget_slots must be like 1:0/1/3;8:0/1, got '1'"),
+        ({"acceptance": "lossy"}, "acceptance must be one of exact, rejection, block, got 'lossy'"),
+        (
+            {"acceptance": "block", "simulate_acceptance": 1},
+            "acceptance must be exact while simulate_acceptance is on, got 'block'",
+        ),
         ({"simulate_acceptance": "lots"}, "simulate_acceptance must be a number in .*, got 'lots'"),
         ({"simulate_acceptance": -1}, "simulate_acceptance must be a number in .*, got -1"),
         ({"simulate_acceptance": 5}, "simulate_acceptance must be a number in .* 4], got 5"),
