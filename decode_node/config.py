@@ -9,7 +9,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from wire.monitoring import NodeMonitoring
-from wire.node_config import DType, LogLevel, TransportName, check_node_config
+from wire.node_config import DType, TransportName, check_node_config
+from wire.security import ClusterSecurity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +88,8 @@ class DecodeConfig:
     drain_timeout_s: float = 30.0
     """Seconds a node that was told to stop may go on with what it runs."""
 
-    log_level: LogLevel = "info"
-    """Least severe message that is logged."""
+    security: Annotated[ClusterSecurity, Parameter(name="*")] = ClusterSecurity()
+    """Whom the node trusts."""
 
     monitoring: Annotated[NodeMonitoring, Parameter(name="*")] = NodeMonitoring()
     """How the node can be watched."""

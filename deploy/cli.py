@@ -19,7 +19,7 @@ from deploy.settings import CONFIG_FLAG, PREFIX, Environment, File
 from deploy.threads import prepare
 from prefill_node.config import PrefillConfig
 from router.config import RouterConfig
-from wire.logs import LogFormat, set_up
+from wire.logs import LogFormat, LogLevel, set_up
 
 TABLES = frozenset({"prefill", "decode", "router", "up", "chat", "bench"})
 Flat = Parameter(name="*")
@@ -51,7 +51,7 @@ def prefill(settings: Annotated[PrefillConfig, Flat], *, config: ConfigFile = No
     prepare(settings.threads)
     from prefill_node.node import run
 
-    serve(run(settings), log_level=settings.log_level, log_format=settings.monitoring.log_format)
+    serve(run(settings), log_level=settings.monitoring.log_level, log_format=settings.monitoring.log_format)
 
 
 @app.command
@@ -66,7 +66,7 @@ def decode(settings: Annotated[DecodeConfig, Flat], *, config: ConfigFile = None
     prepare(settings.threads)
     from decode_node.node import run
 
-    serve(run(settings), log_level=settings.log_level, log_format=settings.monitoring.log_format)
+    serve(run(settings), log_level=settings.monitoring.log_level, log_format=settings.monitoring.log_format)
 
 
 @app.command
@@ -80,7 +80,7 @@ def router(settings: Annotated[RouterConfig, Flat], *, config: ConfigFile = None
     """
     from router.node import run
 
-    serve(run(settings), log_level=settings.log_level, log_format=settings.monitoring.log_format)
+    serve(run(settings), log_level=settings.monitoring.log_level, log_format=settings.monitoring.log_format)
 
 
 @app.command
@@ -127,7 +127,7 @@ def convert(gguf: Path, folder: Path) -> None:
     convert(gguf, folder)
 
 
-def serve(process: Coroutine[Any, Any, None], *, log_level: str, log_format: LogFormat) -> None:
+def serve(process: Coroutine[Any, Any, None], *, log_level: LogLevel, log_format: LogFormat) -> None:
     """Run one process of the cluster to its end, on uvloop where there is one."""
     set_up(level=log_level, log_format=log_format)
     import uvloop

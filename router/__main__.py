@@ -16,7 +16,7 @@ app = App(name="router", help="Run one router: text in, text out, over HTTP and 
 @app.default
 def main(settings: Annotated[RouterConfig, Parameter(name="*")]) -> None:
     """Serve until SIGTERM or SIGINT."""
-    set_up(level=settings.log_level, log_format=settings.monitoring.log_format)
+    set_up(level=settings.monitoring.log_level, log_format=settings.monitoring.log_format)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run(settings))
 

@@ -8,7 +8,7 @@ from cyclopts import Parameter
 from router.policies import policy_named
 from router.text.parsers.catalogue import check_names
 from wire.monitoring import RouterMonitoring
-from wire.node_config import LogLevel
+from wire.security import ClusterSecurity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +78,8 @@ class RouterConfig:
     reasoning_parser: str = "auto"
     """How the model marks reasoning: qwen3, deepseek_r1, mistral, none, or auto: as its template shows."""
 
-    log_level: LogLevel = "info"
-    """debug, info, warning or error."""
+    security: Annotated[ClusterSecurity, Parameter(name="*")] = ClusterSecurity()
+    """How the router shows the nodes that it belongs to them."""
 
     monitoring: Annotated[RouterMonitoring, Parameter(name="*")] = RouterMonitoring()
     """How the router can be watched."""

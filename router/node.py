@@ -40,6 +40,7 @@ from wire.channel import Connector
 from wire.grpc_client import GrpcConnector
 from wire.registry import RedisRegistry
 from wire.registry_view import RegistryView
+from wire.security import Trust
 from wire.work import new_incarnation
 
 logger = logging.getLogger(__name__)
@@ -149,7 +150,7 @@ async def run(config: RouterConfig, *, on_listening: Callable[[Listening], None]
     try:
         async with (
             RedisRegistry(config.registry) as registry,
-            GrpcConnector() as connector,
+            GrpcConnector(Trust(config.security)) as connector,
             asyncio.TaskGroup() as group,
         ):
             nodes = RegistryView(registry)

@@ -15,12 +15,16 @@ from wire.convert import pack_to_node, pack_to_prefill, unpack_from_node, unpack
 from wire.gen import node_pb2, node_pb2_grpc, transfer_pb2_grpc
 from wire.grpc_channel import GrpcChannel, Stream, describe
 from wire.grpc_options import CLIENT_OPTIONS
+from wire.security import Trust
 
 
 class GrpcConnector:
     """A Connector over gRPC. Use as an async context manager: leaving it closes every channel."""
 
-    def __init__(self, *, connect_timeout_s: float = 5.0, send_timeout_s: float = 10.0) -> None:
+    def __init__(
+        self, trust: Trust | None = None, *, connect_timeout_s: float = 5.0, send_timeout_s: float = 10.0
+    ) -> None:
+        self._trust = trust or Trust()
         self._connect_timeout_s = connect_timeout_s
         self._send_timeout_s = send_timeout_s
         self._connections: dict[str, grpc.aio.Channel] = {}
@@ -43,19 +47,21 @@ class GrpcConnector:
 
     async def work(self, address: str) -> Channel:
         connection = await self._ready(address)
-        call = node_pb2_grpc.NodeStub(connection).Work()  # type: ignore[call-arg]  # stubs miss the default
+        call = node_pb2_grpc.NodeStub(connection).Work(metadata=self._trust.metadata)  # type: ignore[call-arg]  # stubs miss the default
         return self._channel(call, address, pack=pack_to_node, unpack=unpack_from_node)
 
     async def session(self, address: str) -> Channel:
         connection = await self._ready(address)
-        call = transfer_pb2_grpc.TransferStub(connection).Session()  # type: ignore[call-arg]  # stubs miss the default
+        call = transfer_pb2_grpc.TransferStub(connection).Session(metadata=self._trust.metadata)  # type: ignore[call-arg]  # stubs miss the default
         return self._channel(call, address, pack=pack_to_prefill, unpack=unpack_to_decode)
 
     async def status(self, address: str) -> node_pb2.StatusResponse:
         """What the node says of itself. Raises ChannelClosed when it cannot be asked."""
         stub = node_pb2_grpc.NodeStub(await self._ready(address))
         try:
-            return await stub.Status(node_pb2.StatusRequest(), timeout=self._connect_timeout_s)
+            return await stub.Status(
+                node_pb2.StatusRequest(), timeout=self._connect_timeout_s, metadata=self._trust.metadata
+            )
         except grpc.aio.AioRpcError as error:
             raise ChannelClosed(f"{address}: {describe(error)}") from None
 
@@ -63,14 +69,16 @@ class GrpcConnector:
         """Tell the node to stop admitting. Raises ChannelClosed when it cannot be told."""
         stub = node_pb2_grpc.NodeStub(await self._ready(address))
         try:
-            await stub.Drain(node_pb2.DrainRequest(), timeout=self._connect_timeout_s)
+            await stub.Drain(
+                node_pb2.DrainRequest(), timeout=self._connect_timeout_s, metadata=self._trust.metadata
+            )
         except grpc.aio.AioRpcError as error:
             raise ChannelClosed(f"{address}: {describe(error)}") from None
 
     async def _ready(self, address: str) -> grpc.aio.Channel:
         connection = self._connections.get(address)
         if connection is None:
-            connection = grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
+            connection = self._trust.channel(address, CLIENT_OPTIONS)
             self._connections[address] = connection
         try:
             async with asyncio.timeout(self._connect_timeout_s):

@@ -20,6 +20,7 @@ from wire.grpc_channel import GrpcChannel, Stream
 from wire.grpc_options import SERVER_OPTIONS
 from wire.host_events import NodeStatus
 from wire.records import NodeRecord
+from wire.security import Trust
 from wire.serving import serve_accepted
 
 SERVICES = tuple(
@@ -49,14 +50,12 @@ class GrpcServer:
     `port` is the bound one, also when `address` says port 0. Raises OSError when it cannot bind.
     """
 
-    def __init__(self, address: str, *, send_timeout_s: float = 10.0) -> None:
+    def __init__(self, address: str, trust: Trust | None = None, *, send_timeout_s: float = 10.0) -> None:
+        trust = trust or Trust()
         self._send_timeout_s = send_timeout_s
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._server = trust.server(SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # stubs miss it
-        try:
-            self.port = self._server.add_insecure_port(address)
-        except RuntimeError as error:
-            raise OSError(f"cannot listen on {address}: {error}") from None
+        self.port = trust.listen(self._server, address)
 
     def add_handlers(self, handlers: "tuple[grpc.GenericRpcHandler[Any, Any], ...]") -> None:
         """Serve more services on this port, such as a transport's data plane. Before `start` only."""

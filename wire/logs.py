@@ -11,12 +11,13 @@ from datetime import UTC, datetime
 from typing import Literal, TextIO
 
 LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 _TEXT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
 _REQUEST_ID = "request_id"
 
 
-def set_up(*, level: str, log_format: LogFormat, stream: TextIO | None = None) -> None:
+def set_up(*, level: LogLevel, log_format: LogFormat, stream: TextIO | None = None) -> None:
     """Send everything of this process to one stream, standard error unless another is given."""
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)
     handler.setFormatter(formatter(log_format))

@@ -5,12 +5,15 @@ Owns names and rules. Must never know what is measured.
 
 from dataclasses import dataclass
 
-from wire.logs import LogFormat
+from wire.logs import LogFormat, LogLevel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Monitoring:
     """Every instance is valid: bad values raise ValueError naming the field."""
+
+    log_level: LogLevel = "info"
+    """Least severe message that is logged: debug, info, warning or error."""
 
     log_format: LogFormat = "text"
     """text for people, json for machines: one object a line."""

@@ -34,6 +34,7 @@ from wire.peering import PeerSearch
 from wire.records import NodeRecord
 from wire.registry import RedisRegistry
 from wire.registry_view import RegistryView
+from wire.security import Trust
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ class _Doors:
 
     server: GrpcServer
     watch: NodeWatch
+    trust: Trust
 
 
 def facts_of(role: str, config: NodeConfig, engine: EngineFacts) -> NodeFacts:
@@ -117,11 +119,18 @@ def facts_of(role: str, config: NodeConfig, engine: EngineFacts) -> NodeFacts:
 
 async def serve_node(config: NodeConfig, facts: NodeFacts, role: Role) -> None:
     """Run until SIGTERM or SIGINT, then drain and return. Raises EngineCrashed when the core died."""
-    server = GrpcServer(f"{config.host}:{config.port}")
+    trust = Trust(config.security)
+    server = GrpcServer(f"{config.host}:{config.port}", trust)
     watch = NodeWatch.listening(host=config.host, port=config.monitoring.metrics_port)
     address = advertised_address(config, server.port)
     incarnation = new_incarnation()
-    setup = Setup(incarnation=incarnation, address=address, may_write=role.may_write)
+    setup = Setup(
+        incarnation=incarnation,
+        address=address,
+        may_write=role.may_write,
+        dial=trust.channel,
+        metadata=trust.metadata,
+    )
     transports = [build(name, setup) for name in _transport_names(config.transport)]
     for built in transports:
         built.transport.register(facts.memory)
@@ -149,7 +158,7 @@ async def serve_node(config: NodeConfig, facts: NodeFacts, role: Role) -> None:
         metrics_address=advertised_metrics(address, watch.port),
     )
     try:
-        await _serve(config, record, core, role=role, doors=_Doors(server=server, watch=watch))
+        await _serve(config, record, core, role=role, doors=_Doors(server=server, watch=watch, trust=trust))
     finally:
         await server.stop()
         await watch.stop()
@@ -162,7 +171,7 @@ async def _serve(
     server = doors.server
     crashed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
     thread = StepThread(core, on_crash=crashed.set_result)
-    async with RedisRegistry(config.registry) as registry, GrpcConnector() as connector:
+    async with RedisRegistry(config.registry) as registry, GrpcConnector(doors.trust) as connector:
         search = None
         if role.wants is not None:
             search = PeerSearch(connector=connector, view=RegistryView(registry), wants=role.wants)

@@ -6,10 +6,10 @@ Owns no defaults and reads nothing: each root's `config.py` has its own fields. 
 from typing import Literal, Protocol
 
 from wire.monitoring import NodeMonitoring
+from wire.security import ClusterSecurity
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 TransportName = Literal["auto", "nixl", "grpc"]
-LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 class NodeConfig(Protocol):
@@ -60,7 +60,7 @@ class NodeConfig(Protocol):
     @property
     def drain_timeout_s(self) -> float: ...
     @property
-    def log_level(self) -> LogLevel: ...
+    def security(self) -> ClusterSecurity: ...
     @property
     def monitoring(self) -> NodeMonitoring: ...
 

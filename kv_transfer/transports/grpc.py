@@ -33,43 +33,32 @@ METHOD = "Stream"
 FRAME_BYTES = 2 << 20
 CREDIT_BYTES = 16 << 20
 
+# A connection of its own, so that pages never queue before control messages.
+_CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.http2.lookahead_bytes", CREDIT_BYTES),
+)
+
 _OFFER = struct.Struct("<4sQQ")  # magic, page_bytes, num_pages; then the address
 _OFFER_MAGIC = b"PGO1"
-
-ChannelFactory = Callable[[str], grpc.aio.Channel]
 
 
 class _StreamEnded(Exception):
     """The peer ended the stream, or we closed it."""
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """A plain-text channel of its own, so that pages never queue before control messages."""
-    options = (
-        ("grpc.max_receive_message_length", -1),
-        ("grpc.use_local_subchannel_pool", 1),
-        ("grpc.http2.lookahead_bytes", CREDIT_BYTES),
-    )
-    return grpc.aio.insecure_channel(address, options=options)
-
-
 class GrpcTransport:
     """A prefill node gives `may_write` None: it never receives and opens no stream."""
 
     def __init__(
-        self,
-        incarnation: Incarnation,
-        *,
-        address: str,
-        may_write: MayWrite | None,
-        channel_factory: ChannelFactory = open_channel,
-        frame_bytes: int = FRAME_BYTES,
-        credit_bytes: int = CREDIT_BYTES,
+        self, setup: Setup, *, frame_bytes: int = FRAME_BYTES, credit_bytes: int = CREDIT_BYTES
     ) -> None:
-        self.incarnation = incarnation
-        self._address = address
-        self._may_write = may_write
-        self._channel_factory = channel_factory
+        self.incarnation = setup.incarnation
+        self._address = setup.address
+        self._may_write: MayWrite | None = setup.may_write
+        self._dial = setup.dial
+        self._metadata = setup.metadata
         self._frame_bytes = frame_bytes
         self._credit_bytes = credit_bytes
         self._outbox = Outbox()
@@ -228,9 +217,9 @@ class GrpcTransport:
 
     async def _receive(self, incoming: IncomingPages) -> None:
         """The receiving half of one stream. Ends with `lost`, which is silent if we closed it."""
-        async with self._channel_factory(incoming.address) as channel:
+        async with self._dial(incoming.address, _CHANNEL_OPTIONS) as channel:
             stream: Any = channel.stream_stream  # the stubs want serializers; without them bytes stay bytes
-            call = stream(f"/{SERVICE}/{METHOD}")()
+            call = stream(f"/{SERVICE}/{METHOD}")(metadata=self._metadata)
             await call.write(pack_greeting(self.incarnation))
             while isinstance(message := await call.read(), bytes):
                 ack = incoming.take(message)
@@ -280,5 +269,5 @@ def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], Any]) -> None:
 
 def create(setup: Setup) -> Built:
     """The registry's entry."""
-    transport = GrpcTransport(setup.incarnation, address=setup.address, may_write=setup.may_write)
+    transport = GrpcTransport(setup)
     return Built(transport=transport, attach=transport.attach, rpc_handlers=transport.rpc_handlers())

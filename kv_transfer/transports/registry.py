@@ -7,9 +7,12 @@ Owns the catalogue. A backend's module is loaded when it is chosen, because its 
 import asyncio
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+
+import grpc
+import grpc.aio
 
 from kv_transfer.ids import Incarnation, TransferId
 from kv_transfer.transport import Transport, TransportError
@@ -17,13 +20,25 @@ from kv_transfer.transport import Transport, TransportError
 AUTO = "auto"
 
 
+Dial = Callable[[str, Sequence[tuple[str, int]]], grpc.aio.Channel]
+
+
+def plain_channel(address: str, options: Sequence[tuple[str, int]]) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(address, options=options)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What a node gives its transport. `may_write` None: this node never receives pages."""
+    """What a node gives its transport. `may_write` None: this node never receives pages.
+
+    dial: opens a connection to a peer; calls on it carry `metadata`, by which the peer knows us.
+    """
 
     incarnation: Incarnation
     address: str  # host:port of this node's gRPC server, as peers reach it
     may_write: Callable[[Incarnation, TransferId, tuple[int, ...]], bool] | None
+    dial: Dial = plain_channel
+    metadata: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

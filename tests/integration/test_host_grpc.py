@@ -16,6 +16,7 @@ from wire.peering import PeerSearch
 from wire.records import NodeRecord
 from wire.registry import RedisRegistry
 from wire.registry_view import RegistryView
+from wire.security import Trust
 from wire.work import Accepted, Cancel, WorkHello
 
 TID = TransferId("r", 1)
@@ -43,10 +44,12 @@ def fail(error: BaseException) -> None:
 
 
 @asynccontextmanager
-async def real_node(role: str, registry: RedisRegistry) -> AsyncIterator[RealNode]:
+async def real_node(
+    role: str, registry: RedisRegistry, trust: Trust | None = None
+) -> AsyncIterator[RealNode]:
     core = FakeCore(incarnation=Incarnation(f"{role}-1"))
     thread = StepThread(core, on_crash=fail)
-    server = GrpcServer("127.0.0.1:0")
+    server = GrpcServer("127.0.0.1:0", trust)
     address = f"127.0.0.1:{server.port}"
     record = NodeRecord(
         role=role,
@@ -59,7 +62,7 @@ async def real_node(role: str, registry: RedisRegistry) -> AsyncIterator[RealNod
         vocab_size=10,
         transports=("grpc",),
     )
-    async with GrpcConnector() as connector:
+    async with GrpcConnector(trust) as connector:
         view = RegistryView(registry, interval_s=0.05)
         search = PeerSearch(connector=connector, view=view, wants=lambda one: one.role == "prefill")
         host = NodeHost(
