@@ -11,8 +11,6 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from engine.grammar_spec import GrammarSpec
-
 Words = npt.NDArray[np.int32]
 """Tokens as bits: set where the token may be drawn."""
 
@@ -47,9 +45,10 @@ class Grammars(Protocol):
     """Compiles grammars off the engine thread."""
 
     def prepare(
-        self, spec: GrammarSpec, *, emitted: Sequence[int], stop_token_ids: Sequence[int]
+        self, grammar: str, *, emitted: Sequence[int], stop_token_ids: Sequence[int]
     ) -> "Future[Matcher]":
-        """A matcher that has stepped over `emitted`, the outputs of earlier attempts.
+        """A matcher that has stepped over `emitted`, the outputs of earlier attempts. `grammar` is the text
+        of a `GrammarSpec`.
 
         stop_token_ids: what ends the request besides the model's own end-of-sequence ids.
         The future raises ValueError, naming the value, for a grammar that means nothing and for outputs that

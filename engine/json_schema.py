@@ -21,6 +21,8 @@ _NOT_ENFORCED = frozenset(
         "dependencies",
         "dependentRequired",
         "dependentSchemas",
+        "$dynamicRef",
+        "$recursiveRef",
     }
 )
 _NEEDS_TYPE = (
@@ -39,6 +41,11 @@ _NEEDS_TYPE = (
     "maxProperties",
 )
 """Held to only beside `type`."""
+
+_ALONE = ("anyOf", "oneOf", "allOf", "$ref")
+"""Beside one of these no keyword that says more is held to."""
+
+_SAYS_MORE = (*_NEEDS_TYPE, "properties", "patternProperties", "required", "items", "prefixItems", *_ALONE)
 
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -83,6 +90,12 @@ def _check_keywords(place: str, part: Mapping[str, Any]) -> None:
             raise ValueError(f"{place} must not use {keyword!r}: it cannot be enforced")
     if len(part.get("allOf", ())) > 1:
         raise ValueError(f"{place} must not use 'allOf' with more than one schema: it cannot be enforced")
+    if not str(part.get("$ref", "#")).startswith("#"):
+        raise ValueError(f"{place} must refer to itself in '$ref', got {part['$ref']!r}")
+    for combining in _ALONE:
+        for keyword in _SAYS_MORE:
+            if combining in part and keyword in part and keyword != combining:
+                raise ValueError(f"{place} must not give {keyword!r} beside {combining!r}: use one of them")
     if "type" not in part and "const" not in part and "enum" not in part:
         for keyword in _NEEDS_TYPE:
             if keyword in part:

@@ -4,7 +4,6 @@ Owns what the folder says about text: the vocabulary, special tokens, end-of-seq
 import transformers (it would bring torch in) nor know which request a text belongs to.
 """
 
-import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,8 +13,8 @@ import msgspec
 import tokenizers
 
 from router.text.detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from wire.vocabulary import byte_of, is_byte_level, piece_bytes
 
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _NUM_CONTEXT_TOKENS = 4
 
 
@@ -39,9 +38,9 @@ class Tokenizer:
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
         self._pieces = _pieces(backend)
-        self._is_byte_level = _is_byte_level(backend)
-        self._bytes = tuple(_piece_bytes(piece, self._is_byte_level) for piece in self._pieces)
-        self._byte_ids = frozenset(i for i, piece in enumerate(self._pieces) if _BYTE_TOKEN.fullmatch(piece))
+        self._is_byte_level = is_byte_level(msgspec.json.decode(backend.to_str()))
+        self._bytes = tuple(piece_bytes(piece, is_byte_level=self._is_byte_level) for piece in self._pieces)
+        self._byte_ids = frozenset(i for i, piece in enumerate(self._pieces) if byte_of(piece) is not None)
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer":
@@ -133,32 +132,3 @@ def _pieces(backend: tokenizers.Tokenizer) -> tuple[str, ...]:
     for piece, token_id in vocab.items():
         pieces[token_id] = piece
     return tuple(pieces)
-
-
-def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
-    decoder = msgspec.json.decode(backend.to_str())["decoder"] or {}
-    if decoder.get("type") == "Sequence":
-        return [part.get("type") for part in decoder["decoders"]] == ["ByteLevel"]
-    return bool(decoder.get("type") == "ByteLevel")
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The printable stand-ins that byte-level BPE uses for bytes (GPT-2, `bytes_to_unicode`)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(0x100) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable}
-    alphabet.update({chr(0x100 + n): byte for n, byte in enumerate(others)})
-    return alphabet
-
-
-_BYTE_ALPHABET = _byte_alphabet()
-
-
-def _piece_bytes(piece: str, is_byte_level: bool) -> bytes:
-    if is_byte_level:
-        if all(char in _BYTE_ALPHABET for char in piece):
-            return bytes(_BYTE_ALPHABET[char] for char in piece)
-        return piece.encode()
-    if match := _BYTE_TOKEN.fullmatch(piece):
-        return bytes([int(match[1], 16)])
-    return piece.replace("\u2581", " ").encode()

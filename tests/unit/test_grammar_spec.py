@@ -71,6 +71,8 @@ def test_choices_are_bounded() -> None:
         ({"$defs": {"x": {"if": True}}}, "schema.$defs.x must not use 'if'"),
         ({"allOf": [{"type": "string"}, {"maxLength": 3}]}, "schema must not use 'allOf' with more than one"),
         ({"anyOf": [{"minimum": 3}]}, "schema.anyOf[0] must give 'type' beside 'minimum'"),
+        ({"$ref": "http://x/y"}, "schema must refer to itself in '$ref', got 'http://x/y'"),
+        ({"anyOf": [PERSON], "required": ["name"]}, "schema must not give 'required' beside 'anyOf'"),
         ({"type": "string", "pattern": "a+", "minLength": 3}, "schema must not give a length beside 'patt"),
         ({"type": "object", "required": ["a"]}, "schema must describe in 'properties' what it requires"),
         ({"type": "array", "items": "string"}, "schema.items must be a schema, got 'string'"),
