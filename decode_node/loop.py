@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from decode_node.handoff import seed_from
+from engine.grammar import Grammars
 from engine.request import Request
 from kv_transfer import errors
 from kv_transfer.actions import (
@@ -40,6 +41,7 @@ from kv_transfer.peers import PeerTable
 from kv_transfer.transport import Landed, PeerGone
 from speculative.loop import EngineLoop
 from speculative.progress import Progress
+from wire.arrivals import Arrival, Arrivals
 from wire.host_events import (
     Drain,
     DropPeer,
@@ -57,7 +59,7 @@ from wire.host_events import (
     PeerRefused,
     ToPeer,
 )
-from wire.intake import PAIR_REFUSED, Intake, refuse, rejected, request_of, tid_of
+from wire.intake import PAIR_REFUSED, Intake, rejected, tid_of
 from wire.link_table import LinkTable
 from wire.records import Load
 from wire.tally import Tallies
@@ -103,14 +105,15 @@ class DecodeLoop:
         peers: PeerTable,
         intake: Intake,
         page_bytes: int,
+        grammars: Grammars | None = None,
     ) -> None:
         self._engine = engine
         self._cache = engine.cache
         self._transfers = transfers
         self._peers = peers
-        self._intake = intake
         self._page_bytes = page_bytes
         self._links = LinkTable()
+        self._arrivals = Arrivals(intake=intake, links=self._links, grammars=grammars)
         self._accounts: dict[TransferId, _Account] = {}
         self._incoming: dict[TransferId, Request] = {}
         self._outputs: list[Output] = []
@@ -148,47 +151,45 @@ class DecodeLoop:
                 self._is_draining = True
 
     def _submit(self, link: Link, submit: Submit) -> None:
-        refusal = self._intake.check(
+        arrival = self._arrivals.submit(
+            link,
             submit,
             num_waiting=self._engine.scheduler.num_waiting + len(self._incoming),
             is_live=submit.tid in self._accounts,
             is_draining=self._is_draining,
+            now=self._now,
         )
-        why = None if submit.peer is None else self._peers.refusal(submit.peer.incarnation)
-        if refusal is None and why is not None:
-            refusal = refuse(submit, PAIR_REFUSED, f"refused at handshake: {why}", retryable=True)
-        if refusal is not None:
-            self._counters["rejected"] += 1
-            self._links.reject(link, refusal)
-            return
-        request = request_of(submit)
-        account = _Account(
-            request=request,
-            submitted=self._now,
-            deadline=self._now + submit.deadline_s,
-            peer=None if submit.peer is None else submit.peer.incarnation,
+        if arrival is not None:
+            self._take_on(arrival)
+
+    def _take_on(self, arrival: Arrival) -> None:
+        submit, request = arrival.submit, arrival.request
+        peer = None if submit.peer is None else submit.peer.incarnation
+        if peer is not None and (why := self._peers.refusal(peer)) is not None:
+            reason = f"refused at handshake: {why}"
+            return self._arrivals.refuse(arrival, PAIR_REFUSED, reason, retryable=True)
+        deadline = arrival.received + submit.deadline_s
+        self._accounts[submit.tid] = _Account(
+            request=request, submitted=arrival.received, deadline=deadline, peer=peer
         )
-        self._accounts[submit.tid] = account
-        self._links.own(link, submit.tid)
+        self._links.own(arrival.link, submit.tid)
         self._links.emit(Accepted(tid=submit.tid, queued_behind=self._engine.scheduler.num_waiting))
-        if account.peer is None:
+        if peer is None:
             self._engine.add(request)
             self._counters["local_prefills"] += 1
-            return
+            return None
         self._incoming[submit.tid] = request
-        self._do(
+        num_tokens = len(request.prompt_ids)
+        return self._do(
             self._transfers.submit(
-                submit.tid,
-                peer=account.peer,
-                num_prompt_tokens=len(request.prompt_ids),
-                deadline=account.deadline,
-                now=self._now,
+                submit.tid, peer=peer, num_prompt_tokens=num_tokens, deadline=deadline, now=self._now
             )
         )
 
     def _cancel(self, tid: TransferId) -> None:
         """The router wants no more; nothing is said back."""
         self._links.forget(tid)
+        self._counters["cancelled"] += self._arrivals.drop(tid)
         if self._accounts.pop(tid, None) is None:
             return
         self._counters["cancelled"] += 1
@@ -243,12 +244,16 @@ class DecodeLoop:
 
     @property
     def idle_wait_s(self) -> float:
-        """Only what lands on a lease comes without an event of the host's."""
-        return _POLL_S if any(map(self._cache.has_lease, self._incoming)) else _IDLE_S
+        """Only what lands on a lease and what is compiled come without an event of the host's."""
+        return (
+            _POLL_S if self._arrivals.num_held or any(map(self._cache.has_lease, self._incoming)) else _IDLE_S
+        )
 
     def step(self, now: float) -> bool:
         self._now = now
         self._poll()
+        for arrival in self._arrivals.take(now=now):
+            self._take_on(arrival)
         self._do(self._transfers.tick(now))
         self._grant()
         self._expire()
@@ -436,14 +441,14 @@ class DecodeLoop:
 
     def status(self) -> NodeStatus:
         scheduler = self._engine.scheduler
-        is_idle = not self._accounts and self._transfers.next_deadline is None
+        is_idle = not self._accounts and not self._arrivals.num_held and self._transfers.next_deadline is None
         return NodeStatus(
             step=self._steps,
             load=Load(
                 free_pages=self._cache.num_available,
                 total_pages=self._cache.num_pages,
                 running=scheduler.num_running,
-                waiting=scheduler.num_waiting + len(self._incoming),
+                waiting=scheduler.num_waiting + len(self._incoming) + self._arrivals.num_held,
                 queued_tokens=scheduler.queued_tokens,
             ),
             quarantined_pages=self._cache.num_quarantined,
@@ -453,6 +458,7 @@ class DecodeLoop:
             counters={
                 **self._engine.counters.as_dict(),
                 **self._counters,
+                "rejected": self._arrivals.num_rejected,
                 **{
                     f"transfer_faults/{fault}": float(count)
                     for fault, count in self._transfers.faults.items()

@@ -59,4 +59,5 @@ def core_of(built: BuiltEngine, parts: CoreParts) -> DecodeLoop:
         peers=parts.peers,
         intake=parts.intake,
         page_bytes=pool.layout.page_bytes,
+        grammars=built.grammars,
     )

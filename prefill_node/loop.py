@@ -8,6 +8,7 @@ or a wall clock.
 from collections import Counter
 from dataclasses import dataclass
 
+from engine.grammar import Grammars
 from engine.request import Request
 from kv_transfer import errors
 from kv_transfer.actions import (
@@ -39,6 +40,7 @@ from kv_transfer.transport import Completed, PeerGone, WriteDone, WriteFailed
 from prefill_node.handoff import tensors_of
 from speculative.loop import EngineLoop
 from speculative.progress import Progress
+from wire.arrivals import Arrival, Arrivals
 from wire.host_events import (
     Drain,
     DropPeer,
@@ -56,11 +58,11 @@ from wire.host_events import (
     PeerRefused,
     ToPeer,
 )
-from wire.intake import INVALID, PAIR_REFUSED, Intake, refuse, rejected, request_of, tid_of
+from wire.intake import INVALID, PAIR_REFUSED, Intake, tid_of
 from wire.link_table import LinkTable
 from wire.records import Load
 from wire.tally import Tallies
-from wire.work import Accepted, Cancel, Failed, Finished, PromptInfo, PromptLogprobs, Rejected, Submit, Tokens
+from wire.work import Accepted, Cancel, Failed, Finished, PromptInfo, PromptLogprobs, Submit, Tokens
 
 _POLL_S = 0.0005
 _IDLE_S = 0.1
@@ -81,13 +83,19 @@ class PrefillLoop:
     """Invariant: every tid the transfer machine holds has an account and a request in the engine."""
 
     def __init__(
-        self, *, engine: EngineLoop, transfers: PrefillTransfers, peers: PeerTable, intake: Intake
+        self,
+        *,
+        engine: EngineLoop,
+        transfers: PrefillTransfers,
+        peers: PeerTable,
+        intake: Intake,
+        grammars: Grammars | None = None,
     ) -> None:
         self._engine = engine
         self._transfers = transfers
         self._peers = peers
-        self._intake = intake
         self._links = LinkTable()
+        self._arrivals = Arrivals(intake=intake, links=self._links, grammars=grammars)
         self._accounts: dict[TransferId, _Account] = {}
         self._outputs: list[Output] = []
         self._counters: Counter[str] = Counter()
@@ -124,39 +132,39 @@ class PrefillLoop:
                 self._is_draining = True
 
     def _submit(self, link: Link, submit: Submit) -> None:
-        refusal = self._intake.check(
+        arrival = self._arrivals.submit(
+            link,
             submit,
             num_waiting=self._engine.scheduler.num_waiting,
             is_live=submit.tid in self._accounts,
             is_draining=self._is_draining,
+            now=self._now,
         )
-        if refusal is None and submit.peer is None:
-            refusal = refuse(submit, INVALID, "peer must be set: a prefill node does not decode")
-        if refusal is None:
-            refusal = self._take_on(link, submit)
-        if refusal is not None:
-            self._counters["rejected"] += 1
-            self._links.reject(link, refusal)
+        if arrival is not None:
+            self._take_on(arrival)
 
-    def _take_on(self, link: Link, submit: Submit) -> Rejected | None:
-        """Start computing; the refusal when the pair does not fit or the id was used before."""
-        assert submit.peer is not None
+    def _take_on(self, arrival: Arrival) -> None:
+        """Start computing, or refuse when the pair does not fit or the id was used before."""
+        submit, request = arrival.submit, arrival.request
+        if submit.peer is None:
+            reason = "peer must be set: a prefill node does not decode"
+            return self._arrivals.refuse(arrival, INVALID, reason)
         peer = submit.peer.incarnation
         if (why := self._peers.refusal(peer)) is not None:
-            return refuse(submit, PAIR_REFUSED, f"refused at handshake: {why}", retryable=True)
+            reason = f"refused at handshake: {why}"
+            return self._arrivals.refuse(arrival, PAIR_REFUSED, reason, retryable=True)
         actions = self._transfers.submit(
             submit.tid,
             peer=peer,
             num_prompt_tokens=len(submit.prompt_ids),
-            deadline=self._now + submit.deadline_s,
+            deadline=arrival.received + submit.deadline_s,
             now=self._now,
         )
         for action in actions:
             if isinstance(action, Refuse):
-                return rejected(action)
-        request = request_of(submit)
-        self._accounts[submit.tid] = _Account(request=request, peer=peer, submitted=self._now)
-        self._links.own(link, submit.tid)
+                return self._arrivals.refuse(arrival, action.code, action.reason, retryable=action.retryable)
+        self._accounts[submit.tid] = _Account(request=request, peer=peer, submitted=arrival.received)
+        self._links.own(arrival.link, submit.tid)
         self._links.emit(Accepted(tid=submit.tid, queued_behind=self._engine.scheduler.num_waiting))
         self._engine.add(request, hold=True)
         self._do(actions)  # an early Reserve that does not fit ends it here and now
@@ -165,6 +173,7 @@ class PrefillLoop:
     def _cancel(self, tid: TransferId) -> None:
         """The router wants no more; nothing is said back."""
         self._links.forget(tid)
+        self._counters["cancelled"] += self._arrivals.drop(tid)
         if tid in self._accounts:
             self._counters["cancelled"] += 1
             self._do(self._transfers.cancel(tid, now=self._now))
@@ -212,12 +221,14 @@ class PrefillLoop:
 
     @property
     def idle_wait_s(self) -> float:
-        """Only the end of a write comes without an event of the host's."""
-        return _POLL_S if self._transfers.is_writing else _IDLE_S
+        """Only the end of a write or of a compilation comes without an event of the host's."""
+        return _POLL_S if self._transfers.is_writing or self._arrivals.num_held else _IDLE_S
 
     def step(self, now: float) -> bool:
         self._now = now
         self._poll()
+        for arrival in self._arrivals.take(now=now):
+            self._take_on(arrival)
         self._do(self._transfers.tick(now))
         result = self._engine.step()
         for request in result.admitted:
@@ -384,14 +395,14 @@ class PrefillLoop:
 
     def status(self) -> NodeStatus:
         cache, scheduler = self._engine.cache, self._engine.scheduler
-        is_idle = not self._accounts
+        is_idle = not self._accounts and not self._arrivals.num_held
         return NodeStatus(
             step=self._steps,
             load=Load(
                 free_pages=cache.num_available,
                 total_pages=cache.num_pages,
                 running=scheduler.num_running,
-                waiting=scheduler.num_waiting,
+                waiting=scheduler.num_waiting + self._arrivals.num_held,
                 queued_tokens=scheduler.queued_tokens,
             ),
             quarantined_pages=cache.num_quarantined,
@@ -401,6 +412,7 @@ class PrefillLoop:
             counters={
                 **self._engine.counters.as_dict(),
                 **self._counters,
+                "rejected": self._arrivals.num_rejected,
                 **{
                     f"transfer_faults/{fault}": float(count)
                     for fault, count in self._transfers.faults.items()

@@ -49,4 +49,10 @@ def core_of(built: BuiltEngine, parts: CoreParts) -> PrefillLoop:
         page_bytes=pool.layout.page_bytes,
         page_checksum=lambda page: page_checksum(pool.page(page)),
     )
-    return PrefillLoop(engine=built.loop, transfers=transfers, peers=parts.peers, intake=parts.intake)
+    return PrefillLoop(
+        engine=built.loop,
+        transfers=transfers,
+        peers=parts.peers,
+        intake=parts.intake,
+        grammars=built.grammars,
+    )

@@ -8,6 +8,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +16,13 @@ import torch
 
 from engine.cores import Cores, OwnCores, SharedCores
 from engine.facts import EngineFacts
+from engine.grammar import Grammars
+from engine.grammar_compiler import XGrammars
 from engine.kv_cache import KvCache
 from engine.layout import PoolSpec, build_layout
 from engine.loaders import LoadedModel, load_model
+from engine.loaders.vocabulary import read_vocabulary
+from engine.models.config import UnsupportedModel
 from engine.pool import PagePool
 from engine.scheduler import SchedulerLimits
 from speculative.loop import EngineLoop
@@ -25,6 +30,8 @@ from speculative.null import NullConfig, NullProposer
 from speculative.policy import OPTIONS, DraftPolicy, policy_of, prepare
 from speculative.proposer import DraftNeeds, Proposer
 from speculative.registry import create_proposer, options_of
+
+_GRAMMAR_THREADS = 2
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +64,11 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltEngine:
+    """`grammars` None: the checkpoint has no vocabulary, so outputs cannot be constrained."""
+
     loop: EngineLoop
     facts: EngineFacts
+    grammars: Grammars | None
 
 
 def build_engine(settings: EngineSettings, *, clock: Callable[[], float]) -> BuiltEngine:
@@ -113,7 +123,21 @@ def build_engine(settings: EngineSettings, *, clock: Callable[[], float]) -> Bui
         draft=proposer.needs.draft,
         draft_weights=proposer.needs.draft_weights,
     )
-    return BuiltEngine(loop=loop, facts=facts)
+    return BuiltEngine(loop=loop, facts=facts, grammars=_grammars(settings, loaded))
+
+
+def _grammars(settings: EngineSettings, loaded: LoadedModel) -> Grammars | None:
+    try:
+        vocabulary = read_vocabulary(Path(settings.model))
+    except UnsupportedModel as error:
+        logger.warning("outputs cannot be constrained by a grammar: %s", error)
+        return None
+    return XGrammars(
+        vocabulary,
+        vocab_size=loaded.config.vocab_size,
+        eos_token_ids=loaded.config.eos_token_ids,
+        executor=ThreadPoolExecutor(max_workers=_GRAMMAR_THREADS, thread_name_prefix="grammar"),
+    )
 
 
 def _proposer(settings: EngineSettings) -> Proposer:

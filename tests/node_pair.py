@@ -1,10 +1,11 @@
 """A prefill and a decode core joined by hand: real engines, the memory transport, no host, our own clock."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from decode_node.loop import DecodeLoop
 from engine.admission import EngineLimits
+from engine.grammar import Grammars
 from kv_transfer.checksums import page_checksum
 from kv_transfer.decode_side import DecodeTransfers
 from kv_transfer.ids import Incarnation, TransferId
@@ -83,6 +84,7 @@ def make_prefill(
     *,
     proposer: Proposer | None = None,
     identity: SemanticIdentity = IDENTITY,
+    grammars: Grammars | None = None,
     **engine_options: int,
 ) -> PrefillLoop:
     engine = make_engine(proposer, **engine_options)  # type: ignore[arg-type]
@@ -95,6 +97,7 @@ def make_prefill(
         ),
         peers=peers_of(engine, name, fabric, is_decode=False, identity=identity),
         intake=intake_of(engine),
+        grammars=grammars,
     )
 
 
@@ -105,6 +108,7 @@ def make_decode(
     algorithm: str = "none",
     proposer: Proposer | None = None,
     identity: SemanticIdentity = IDENTITY,
+    grammars: Grammars | None = None,
     **engine_options: int,
 ) -> DecodeLoop:
     proposer = proposer or create_proposer(algorithm, default_options(algorithm))
@@ -118,6 +122,7 @@ def make_decode(
         peers=peers_of(engine, name, fabric, is_decode=True, identity=identity),
         intake=intake_of(engine),
         page_bytes=engine.pool.layout.page_bytes,
+        grammars=grammars,
     )
 
 
@@ -192,9 +197,18 @@ class NodePair:
             self.deliver()
 
     def submit(
-        self, key: str, prompt: list[int], *, deadline_s: float = 1e6, **sampling: object
+        self,
+        key: str,
+        prompt: list[int],
+        *,
+        deadline_s: float = 1e6,
+        grammar: str = "",
+        delivered: Sequence[int] = (),
+        attempt: int = 1,
+        **sampling: object,
     ) -> TransferId:
-        tid = TransferId(key, 1)
+        """`delivered`: outputs of earlier attempts."""
+        tid = TransferId(key, attempt)
         params = {"seed": 0, "max_tokens": 12, "temperature": 0.0, **sampling}
         for core, peer in ((self.prefill, "D"), (self.decode, "P")):
             core.handle(
@@ -202,11 +216,12 @@ class NodePair:
                     link=LINK,
                     message=Submit(
                         tid=tid,
-                        prompt_ids=tuple(prompt),
+                        prompt_ids=(*prompt, *delivered),
                         num_prompt_tokens=len(prompt),
                         sampling=SamplingParams(**params),  # type: ignore[arg-type]
                         peer=NodeRef(address=peer, incarnation=Incarnation(peer)),
                         deadline_s=deadline_s,
+                        grammar=grammar,
                     ),
                 ),
                 self.now,

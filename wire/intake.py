@@ -4,8 +4,10 @@ Owns the order of the checks and the codes of the refusals. Must never know a ro
 """
 
 import math
+from dataclasses import replace
 
 from engine.admission import EngineLimits
+from engine.grammar import Matcher
 from engine.request import Request
 from kv_transfer.actions import Refuse
 from kv_transfer.ids import TransferId
@@ -36,8 +38,6 @@ class Intake:
         if num_waiting >= self._max_waiting:
             reason = f"{num_waiting} requests wait here, max_waiting is {self._max_waiting}"
             return refuse(submit, OVERLOADED, reason, retryable=True)
-        if submit.grammar:
-            return refuse(submit, INVALID, "grammar must be empty: this node does not constrain its output")
         if not math.isfinite(submit.deadline_s):
             return refuse(submit, INVALID, f"deadline_s must be finite, got {submit.deadline_s}")
         try:
@@ -62,11 +62,17 @@ def tid_of(request: Request) -> TransferId:
     return request.key
 
 
-def request_of(submit: Submit) -> Request:
+def request_of(submit: Submit, matcher: Matcher | None = None) -> Request:
+    """With a grammar, whatever may end a complete output ends the request, ignore_eos or not."""
+    sampling = submit.sampling
+    if matcher is not None:
+        stop_ids = dict.fromkeys((*sampling.stop_token_ids, *matcher.stop_token_ids))
+        sampling = replace(sampling, stop_token_ids=tuple(stop_ids))
     return Request(
         key=submit.tid,
         prompt_ids=submit.prompt_ids,
         num_prompt_tokens=submit.num_prompt_tokens,
-        sampling=submit.sampling,
+        sampling=sampling,
         cache_salt=submit.cache_salt,
+        matcher=matcher,
     )

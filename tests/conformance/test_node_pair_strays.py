@@ -67,18 +67,24 @@ def test_early_reserve_that_does_not_fit_ends_the_submit_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bad", "reason"),
+    ("bad", "code", "reason"),
     [
-        ({"grammar": "root ::= 'a'"}, "grammar must be empty: this node does not constrain its output"),
-        ({"deadline_s": math.nan}, "deadline_s must be finite, got nan"),
-        ({"deadline_s": math.inf}, "deadline_s must be finite, got inf"),
+        (
+            {"grammar": "root ::= 'a'"},
+            "bad_grammar",
+            "grammar must be empty: this node does not constrain its output",
+        ),
+        ({"deadline_s": math.nan}, "invalid_request", "deadline_s must be finite, got nan"),
+        ({"deadline_s": math.inf}, "invalid_request", "deadline_s must be finite, got inf"),
     ],
 )
-def test_submit_that_cannot_be_done_as_asked_is_refused_by_both(bad: dict[str, Any], reason: str) -> None:
+def test_submit_that_cannot_be_done_as_asked_is_refused_by_both(
+    bad: dict[str, Any], code: str, reason: str
+) -> None:
     pair = NodePair()
     for core in (pair.prefill, pair.decode):
         core.handle(LinkMessage(link=LINK, message=replace(SUBMIT, **bad)), pair.now)
     pair.deliver()
-    refusal = Rejected(tid=STRAY, code="invalid_request", retryable=False, reason=reason)
+    refusal = Rejected(tid=STRAY, code=code, retryable=False, reason=reason)
     assert pair.events == {"P": [refusal], "D": [refusal]}
     assert pair.is_at_rest()
