@@ -12,7 +12,7 @@ FALLBACK_PIECE = FALLBACK_BYTE + 256
 """Id of the first piece: ▁ ▁▁ ▁the cat ▁cat é 日 . in this order."""
 
 
-def byte_fallback_tokenizer() -> Tokenizer:
+def byte_fallback_backend() -> tokenizers.Tokenizer:
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", "▁▁", "▁the", "cat", "▁cat", "é", "日", "."]
     backend = tokenizers.Tokenizer(
@@ -28,7 +28,7 @@ def byte_fallback_tokenizer() -> Tokenizer:
             decoders.Strip(" ", 1, 0),
         ]
     )
-    return Tokenizer(backend, eos_token_ids=(2,))
+    return backend
 
 
-FALLBACK = byte_fallback_tokenizer()
+FALLBACK = Tokenizer(byte_fallback_backend(), eos_token_ids=(2,))
