@@ -36,8 +36,8 @@ SPECS = {
     "ebnf": spec_of("ebnf", 'root ::= pair ("," pair){2}\npair ::= [a-z]{2} "=" [0-9]'),
     "choice": spec_of("choice", ["a long way round", "a long way home", "no"]),
 }
-PLAIN = {"temperature": 0.0}
-SAMPLED = {"temperature": 1.0, "top_p": 0.95, "frequency_penalty": 0.4}
+PLAIN: dict[str, Any] = {"temperature": 0.0}
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "frequency_penalty": 0.4}
 PROPOSERS = ("ngram", "bushy", "eagle")
 MAX_TOKENS = 60
 NO_PADDING = tuple((ord(space), -100.0) for space in " \t\r\n")
