@@ -191,7 +191,7 @@ def test_one_node_may_compile_long_after_the_other() -> None:
     for is_prefill_slow in (False, True):
         pool = ByHand()
         slow = {"grammars": XGrammars(BYTES, vocab_size=256, eos_token_ids=[EOS], executor=pool)}
-        pair = pair_of(**{"prefill_options" if is_prefill_slow else "decode_options": slow})
+        pair = pair_of(prefill_options=slow) if is_prefill_slow else pair_of(decode_options=slow)
         tid = submit(pair, "r", "choice", **PLAIN)
         for _ in range(20):
             pair.step()
