@@ -9,6 +9,7 @@
     │   └── BodyTooLarge         413 INVALID_ARGUMENT
     ├── Overloaded               429 RESOURCE_EXHAUSTED   come back after `retry_after_s`
     │   ├── QueueFull                                     too many requests in flight here
+    │   ├── RateLimited                                   this API key has used up its share
     │   └── NodesBusy                                     every node that was asked had no room
     ├── Unavailable              503 UNAVAILABLE          come back after `retry_after_s`
     │   ├── NoReadyPair                                   no prefill/decode pair has proved itself
@@ -89,6 +90,10 @@ class Overloaded(RouterError):
 
 class QueueFull(Overloaded):
     default_code = "queue_full"
+
+
+class RateLimited(Overloaded):
+    default_code = "rate_limit_exceeded"
 
 
 class NodesBusy(Overloaded):
