@@ -14,7 +14,7 @@ from deploy.terminal import Terminal
 async def run(config: ChatConfig) -> None:
     """Ask the one prompt, or read questions until end of file. Raises GatewayError."""
     terminal = Terminal()
-    client = ChatClient(config.url)
+    client = ChatClient(config.url, api_key=config.api_key)
     try:
         model = await client.model()
         messages = [{"role": "system", "content": config.system}] if config.system else []

@@ -5,6 +5,7 @@ and a router host has no torch.
 """
 
 import asyncio
+import json
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
@@ -109,6 +110,22 @@ def chat(settings: Annotated[ChatConfig, Flat] = ChatConfig(), *, config: Config
     from deploy.chat import run
 
     asyncio.run(run(settings))
+
+
+@app.command
+def key(name: str) -> None:
+    """Make an API key: shown once, with the entry of the router's api_keys_file that lets it in.
+
+    Parameters
+    ----------
+    name
+        Whose key it is.
+    """
+    from router.api_keys import digest, new_key
+
+    made = new_key()
+    print(f"# give this to {name} and do not store it: {made}", file=sys.stderr)
+    print(f'[[keys]]\nname = {json.dumps(name)}\nsha256 = "{digest(made)}"')
 
 
 @app.command

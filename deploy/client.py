@@ -53,8 +53,14 @@ class Answer:
 class ChatClient:
     """Talks to one gateway. Close it when done."""
 
-    def __init__(self, url: str, *, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._http = httpx.AsyncClient(base_url=url.rstrip("/"), timeout=httpx.Timeout(600.0, connect=5.0))
+    def __init__(
+        self, url: str, *, api_key: str = "", clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._http = httpx.AsyncClient(
+            base_url=url.rstrip("/"),
+            timeout=httpx.Timeout(600.0, connect=5.0),
+            headers={"authorization": f"Bearer {api_key}"} if api_key else {},
+        )
         self._clock = clock
 
     async def close(self) -> None:

@@ -3,7 +3,7 @@
 Same rule as for the processes: one field = one flag = one environment variable = one key in the file.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 BUNDLED_MODEL = "smollm2"
@@ -62,7 +62,7 @@ class UpConfig:
     """Seconds until the first generation must have passed through a pair."""
 
     def __post_init__(self) -> None:
-        for field, value, least in (
+        for name, value, least in (
             ("prefill", self.prefill, 0),
             ("decode", self.decode, 1),
             ("port", self.port, 0),
@@ -70,7 +70,7 @@ class UpConfig:
             ("threads", self.threads, 0),
         ):
             if value < least:
-                raise ValueError(f"{field} must be at least {least}, got {value!r}")
+                raise ValueError(f"{name} must be at least {least}, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +79,9 @@ class ChatConfig:
 
     url: str = "http://127.0.0.1:8000"
     """Base URL of the gateway."""
+
+    api_key: str = field(default="", repr=False)
+    """API key, where the gateway asks for one; better in the environment."""
 
     prompt: str = ""
     """Ask this and exit; empty: read questions from the terminal until end of file."""

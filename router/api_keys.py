@@ -16,7 +16,7 @@ from router.errors import BadApiKey, RateLimited
 
 _PREFIX = "sk-"
 _FIELDS = {"name": str, "sha256": str, "requests_per_minute": int, "tokens_per_minute": int}
-_REFUSAL = "the authorization header must carry one of this router's API keys as a bearer token"
+_REFUSAL = "the authorization header (or metadata) must carry one of this router's API keys as a bearer token"
 _MINUTE_S = 60.0
 
 

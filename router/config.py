@@ -5,6 +5,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from router.access import Access
 from router.policies import policy_named
 from router.text.parsers.catalogue import check_names
 from wire.monitoring import RouterMonitoring
@@ -69,14 +70,14 @@ class RouterConfig:
     max_body_bytes: int = 16 * 1024 * 1024
     """Larger request bodies are refused with 413."""
 
-    api_key: str = ""
-    """Bearer token that clients must show; empty: none."""
-
     tool_call_parser: str = "auto"
     """How the model writes tool calls: hermes, llama3_json, mistral, none, or auto: as its template shows."""
 
     reasoning_parser: str = "auto"
     """How the model marks reasoning: qwen3, deepseek_r1, mistral, none, or auto: as its template shows."""
+
+    access: Annotated[Access, Parameter(name="*")] = Access()
+    """Who may use the router."""
 
     security: Annotated[ClusterSecurity, Parameter(name="*")] = ClusterSecurity()
     """How the router shows the nodes that it belongs to them."""

@@ -14,6 +14,10 @@ from router.text.options import AS_USUAL, OPEN_ANSWER, PromptOptions, TemplateOp
 from router.text.tokenizer import Tokenizer
 
 
+def _for_free(_num_tokens: int) -> None:
+    """Nobody is charged."""
+
+
 class FrontDoor:
     """Raises RouterError wherever a request cannot be served."""
 
@@ -71,5 +75,8 @@ class FrontDoor:
         """See `Planner.plan`."""
         return self._planner.plan(prompt_ids, options, facts=facts, label=label, choice=choice, param=param)
 
-    def generation(self, plan: Plan) -> Generation:
-        return Generation(plan, dispatcher=self._dispatcher, tokenizer=self.tokenizer, clock=self._clock)
+    def generation(self, plan: Plan, *, spend: Callable[[int], None] = _for_free) -> Generation:
+        """`spend` is told the tokens of the prompt and the answer, when both are done with."""
+        return Generation(
+            plan, dispatcher=self._dispatcher, tokenizer=self.tokenizer, clock=self._clock, spend=spend
+        )

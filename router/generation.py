@@ -64,8 +64,15 @@ class Generation:
     """Runs one plan. Closing `run()` at any point cancels the work on the nodes."""
 
     def __init__(
-        self, plan: Plan, *, dispatcher: Generates, tokenizer: Tokenizer, clock: Callable[[], float]
+        self,
+        plan: Plan,
+        *,
+        dispatcher: Generates,
+        tokenizer: Tokenizer,
+        clock: Callable[[], float],
+        spend: Callable[[int], None],
     ) -> None:
+        self._spend = spend
         sampling = plan.request.sampling
         self._request = plan.request
         self._dispatcher = dispatcher
@@ -86,20 +93,24 @@ class Generation:
         """Text deltas, then one Ended. Raises RouterError."""
         started, first_at, outcome = self._clock(), None, None
         last: TextDelta | None = None
-        async with aclosing(self._dispatcher.generate(self._request)) as items:
-            async for item in items:
-                if isinstance(item, Outcome):
-                    outcome = item
-                    continue
-                first_at = self._clock() if first_at is None else first_at
-                if self._is_empty:
-                    yield TextDelta(text="", ids=(), prompt_logprobs=item.prompt_logprobs)
-                    continue
-                delta = self._take(item)
-                if self._stream.is_stopped_by_text:
-                    last = delta
-                    break
-                yield delta
+        try:
+            async with aclosing(self._dispatcher.generate(self._request)) as items:
+                async for item in items:
+                    if isinstance(item, Outcome):
+                        outcome = item
+                        continue
+                    first_at = self._clock() if first_at is None else first_at
+                    if self._is_empty:
+                        yield TextDelta(text="", ids=(), prompt_logprobs=item.prompt_logprobs)
+                        continue
+                    delta = self._take(item)
+                    if self._stream.is_stopped_by_text:
+                        last = delta
+                        break
+                    yield delta
+        finally:
+            if first_at is not None:
+                self._spend(len(self._request.prompt_ids) + self._stream.num_tokens)
         if last is not None:
             yield last
         elif rest := self._stream.finish():

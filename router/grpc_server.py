@@ -17,11 +17,20 @@ class RouterGrpcServer:
     Raises OSError when it cannot bind.
     """
 
-    def __init__(self, service: GenerationService, address: str) -> None:
+    def __init__(
+        self,
+        service: GenerationService,
+        address: str,
+        *,
+        credentials: grpc.ServerCredentials | None = None,
+    ) -> None:
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # stubs miss it
         try:
-            self.port = self._server.add_insecure_port(address)
+            if credentials is None:
+                self.port = self._server.add_insecure_port(address)
+            else:
+                self.port = self._server.add_secure_port(address, credentials)
         except RuntimeError as error:
             raise OSError(f"cannot listen on {address}: {error}") from None
         generate_pb2_grpc.add_GenerationServicer_to_server(service, self._server)

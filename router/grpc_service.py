@@ -4,7 +4,6 @@ Owns status codes and the labels Abort knows. Must never know nodes.
 """
 
 import asyncio
-import hmac
 import logging
 import math
 from collections import defaultdict
@@ -14,6 +13,7 @@ from typing import Any, Never
 
 import grpc
 
+from router.api_keys import ApiKeys, User
 from router.errors import BadApiKey, BadRequest, RouterError
 from router.front_door import FrontDoor
 from router.generation import Ended
@@ -38,10 +38,10 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
     A label may be in use more than once; Abort stops every request that has it.
     """
 
-    def __init__(self, door: FrontDoor, *, new_id: Callable[[], str], api_key: str = "") -> None:
+    def __init__(self, door: FrontDoor, *, new_id: Callable[[], str], keys: ApiKeys) -> None:
         self._door = door
         self._new_id = new_id
-        self._api_key = api_key
+        self._keys = keys
         self._aborts: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
 
     async def Generate(self, request: generate_pb2.GenerateRequest, context: Any) -> None:  # type: ignore[override]  # reader/writer API
@@ -49,8 +49,10 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
         aborted = asyncio.Event()
         self._aborts[label].add(aborted)
         try:
-            self._authorise(context)
-            await until_left(_raise_when(aborted, label), self._answer(request, context, label=label))
+            user = self._user(context)
+            user.start()
+            answer = self._answer(request, context, label=label, user=user)
+            await until_left(_raise_when(aborted, label), answer)
         except RouterError as error:
             await _abort(context, error)
         except grpc.aio.BaseError:
@@ -65,7 +67,7 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
 
     async def Abort(self, request: generate_pb2.AbortRequest, context: Any) -> generate_pb2.AbortResponse:
         try:
-            self._authorise(context)
+            self._user(context)
         except BadApiKey as error:
             await _abort(context, error)
         running = self._aborts.get(request.request_id, set())
@@ -73,10 +75,12 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
             aborted.set()
         return generate_pb2.AbortResponse(found=bool(running))
 
-    async def _answer(self, request: generate_pb2.GenerateRequest, context: Any, *, label: str) -> None:
+    async def _answer(
+        self, request: generate_pb2.GenerateRequest, context: Any, *, label: str, user: User
+    ) -> None:
         plan = await self._plan(request, label)
         num_prompt_tokens = len(plan.request.prompt_ids)
-        async with aclosing(self._door.generation(plan).run()) as items:
+        async with aclosing(self._door.generation(plan, spend=user.spend).run()) as items:
             async for item in items:
                 if isinstance(item, Ended):
                     await context.write(pack_end(item, label=label, num_prompt_tokens=num_prompt_tokens))
@@ -106,12 +110,9 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
             case _:
                 raise BadRequest("input must be text, chat or token_ids, got none of them", param="input")
 
-    def _authorise(self, context: Any) -> None:
-        if not self._api_key:
-            return
-        given = dict(context.invocation_metadata() or ()).get("authorization", "")
-        if not hmac.compare_digest(str(given).encode(), f"Bearer {self._api_key}".encode()):
-            raise BadApiKey("the authorization metadata must carry this router's API key as a bearer token")
+    def _user(self, context: Any) -> User:
+        """Who calls. Raises BadApiKey."""
+        return self._keys.user(str(dict(context.invocation_metadata() or ()).get("authorization", "")))
 
 
 async def _raise_when(aborted: asyncio.Event, label: str) -> Never:

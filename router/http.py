@@ -3,7 +3,6 @@
 Owns routes. Must never know nodes; what it serves comes through `FrontDoor` and `Operations`.
 """
 
-import hmac
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,7 +14,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from router.errors import BadApiKey, ModelNotFound, RouterError
+from router.api_keys import ApiKeys, User
+from router.errors import ModelNotFound, RouterError
 from router.http_edge import (
     ClientGone,
     EventStream,
@@ -74,11 +74,10 @@ Prepare = Callable[[Mapping[str, Any], Origin], Awaitable[tuple[Exchange, bool]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpOptions:
-    """`api_key` "" lets everybody in."""
+    """What the front end says of itself, and what it takes."""
 
     version: str
     max_body_bytes: int
-    api_key: str = ""
 
 
 class HttpFrontEnd:
@@ -88,12 +87,14 @@ class HttpFrontEnd:
         self,
         answers: Answers,
         *,
+        keys: ApiKeys,
         served: ServedModel,
         operations: Operations,
         options: HttpOptions,
         created: int,
     ) -> None:
         self._answers = answers
+        self._keys = keys
         self._served = served
         self._operations = operations
         self._options = options
@@ -161,11 +162,11 @@ class HttpFrontEnd:
         return await self._reply(request, lambda body: self._answers.detokenize(read_detokenize(body)))
 
     async def models(self, request: Request) -> Response:
-        self._authorise(request)
+        self._user(request)
         return JsonResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
-        self._authorise(request)
+        self._user(request)
         asked, name = request.path_params["model"], self._served.name
         if asked != name:
             raise ModelNotFound(f"model must be {name!r}, got {asked!r}", param="model")
@@ -190,7 +191,7 @@ class HttpFrontEnd:
         return JsonResponse({"version": self._options.version})
 
     async def server_info(self, request: Request) -> Response:
-        self._authorise(request)
+        self._user(request)
         facts = self._served.facts(None)
         return JsonResponse(
             {
@@ -203,7 +204,7 @@ class HttpFrontEnd:
         )
 
     async def workers(self, request: Request) -> Response:
-        self._authorise(request)
+        self._user(request)
         return JsonResponse(self._operations.report())
 
     async def openapi(self, _request: Request) -> Response:
@@ -213,7 +214,7 @@ class HttpFrontEnd:
         self, request: Request, handle: Callable[[Mapping[str, Any]], Coroutine[Any, Any, Json]]
     ) -> Response:
         """A JSON answer to a JSON body, made here without any node."""
-        self._authorise(request)
+        self._user(request)
         try:
             body = decode_object(await read_body(request, max_bytes=self._options.max_body_bytes))
             return JsonResponse(await until_disconnect(request.receive, handle(body)))
@@ -221,10 +222,11 @@ class HttpFrontEnd:
             return client_gone_response()
 
     async def _answer(self, request: Request, prepare: Prepare) -> Response:
-        self._authorise(request)
+        user = self._user(request)
+        user.start()
         try:
             body = decode_object(await read_body(request, max_bytes=self._options.max_body_bytes))
-            exchange, is_stream = await prepare(body, _origin(request))
+            exchange, is_stream = await prepare(body, _origin(request, user))
             if is_stream:
                 return EventStream(exchange.stream)
             return JsonResponse(await until_disconnect(request.receive, exchange.body()))
@@ -241,19 +243,15 @@ class HttpFrontEnd:
             "max_model_len": facts.max_model_len or None,
         }
 
-    def _authorise(self, request: Request) -> None:
-        if not self._options.api_key:
-            return
-        kind, _, key = request.headers.get("authorization", "").partition(" ")
-        is_bearer = kind.lower() == "bearer"
-        if not is_bearer or not hmac.compare_digest(key.strip().encode(), self._options.api_key.encode()):
-            raise BadApiKey("the Authorization header must carry this router's API key as a bearer token")
+    def _user(self, request: Request) -> User:
+        """Who asks. Raises BadApiKey."""
+        return self._keys.user(request.headers.get("authorization", ""))
 
 
-def _origin(request: Request) -> Origin:
+def _origin(request: Request, user: User) -> Origin:
     headers = request.headers
     label = Label(name=request_label(request), trace_context=headers.get("traceparent", ""))
-    return Origin(label=label, is_debug=headers.get("x-paceline-debug") == "1")
+    return Origin(label=label, user=user, is_debug=headers.get("x-paceline-debug") == "1")
 
 
 def _on_router_error(_request: Request, error: Exception) -> Response:

@@ -22,6 +22,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry, generate_latest
 from starlette.types import ASGIApp
 
+from router.access import Access
 from router.config import RouterConfig
 from router.dispatch import DispatchConfig, Dispatcher
 from router.front_door import FrontDoor
@@ -103,6 +104,7 @@ class Router:
             reasoning_parser=config.reasoning_parser,
             template=text.template_source,
         )
+        self._keys = config.access.keys(clock=time.monotonic)
         self._config = config
 
     async def run(self) -> None:
@@ -127,18 +129,21 @@ class Router:
 
     def http(self) -> ASGIApp:
         """The ASGI application."""
-        options = HttpOptions(
-            version=_version(), max_body_bytes=self._config.max_body_bytes, api_key=self._config.api_key
-        )
+        options = HttpOptions(version=_version(), max_body_bytes=self._config.max_body_bytes)
         answers = Answers(self._door, new_id=_new_id, wall_clock=time.time, answer_format=self._answer_format)
         front = HttpFrontEnd(
-            answers, served=self._served, operations=self, options=options, created=int(time.time())
+            answers,
+            keys=self._keys,
+            served=self._served,
+            operations=self,
+            options=options,
+            created=int(time.time()),
         )
         return front.app(_new_id)
 
     def grpc(self) -> GenerationService:
         """The servicer of `Generation`."""
-        return GenerationService(self._door, new_id=_new_id, api_key=self._config.api_key)
+        return GenerationService(self._door, new_id=_new_id, keys=self._keys)
 
 
 async def run(config: RouterConfig, *, on_listening: Callable[[Listening], None] | None = None) -> None:
@@ -146,6 +151,7 @@ async def run(config: RouterConfig, *, on_listening: Callable[[Listening], None]
 
     Raises ValueError for a model folder without tokenizer, OSError when a port is taken.
     """
+    config.access.check_certificate()
     text = ModelText.from_folder(_folder(config), local_time=lambda: datetime.now().astimezone())
     try:
         async with (
@@ -168,11 +174,15 @@ async def _serve(
 ) -> None:
     """Listen, wait for the signal, drain, stop listening."""
     with _stop_signals() as stop, contextlib.closing(_listen(config.host, config.port)) as listener:
-        rpc = RouterGrpcServer(router.grpc(), f"{_bracketed(config.host)}:{config.grpc_port}")
+        rpc = RouterGrpcServer(
+            router.grpc(),
+            f"{_bracketed(config.host)}:{config.grpc_port}",
+            credentials=config.access.grpc_credentials(),
+        )
         await rpc.start()
-        http = HttpServer(uvicorn_config(router.http()))
+        http = HttpServer(uvicorn_config(router.http(), config.access))
         listening = Listening(
-            http_url=f"http://{_shown(config.host)}:{listener.getsockname()[1]}",
+            http_url=f"{config.access.scheme}://{_shown(config.host)}:{listener.getsockname()[1]}",
             grpc_address=f"{_shown(config.host)}:{rpc.port}",
         )
         logger.info("listening on %s and grpc://%s", listening.http_url, listening.grpc_address)
@@ -238,10 +248,13 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-def uvicorn_config(app: ASGIApp) -> uvicorn.Config:
+def uvicorn_config(app: ASGIApp, access: Access | None = None) -> uvicorn.Config:
     """How the HTTP server runs in a loop and with sockets that are ours."""
+    access = access or Access()
     return uvicorn.Config(
         app,
+        ssl_certfile=access.tls_cert_file or None,
+        ssl_keyfile=access.tls_key_file or None,
         http="httptools",
         lifespan="off",
         access_log=False,

@@ -7,6 +7,7 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
+from router.api_keys import ApiKeys, single_entry
 from router.errors import RouterError
 from router.front_door import FrontDoor
 from router.http import HttpFrontEnd, HttpOptions
@@ -188,6 +189,14 @@ class FakeOperations:
         return b"paceline_router_requests_total 1.0\n"
 
 
+def open_to_all() -> ApiKeys:
+    return ApiKeys(clock=lambda: 0.0)
+
+
+def one_key(key: str) -> ApiKeys:
+    return ApiKeys(single_entry(key), clock=lambda: 0.0)
+
+
 def front_door(dispatcher: FakeDispatcher, text: ModelText) -> FrontDoor:
     seeds = iter(range(1000, 10**6))
     return FrontDoor(
@@ -210,7 +219,7 @@ def http_front(
     text: ModelText,
     *,
     operations: FakeOperations | None = None,
-    api_key: str = "",
+    keys: ApiKeys | None = None,
     answer_format: AnswerFormat = PLAIN,
 ) -> HttpFrontEnd:
     door = front_door(dispatcher, text)
@@ -223,8 +232,9 @@ def http_front(
     )
     return HttpFrontEnd(
         answers,
+        keys=keys or open_to_all(),
         served=door.served,
         operations=operations or FakeOperations(),
-        options=HttpOptions(version="1.2.3", max_body_bytes=100_000, api_key=api_key),
+        options=HttpOptions(version="1.2.3", max_body_bytes=100_000),
         created=1700000000,
     )

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from router.api_keys import User
 from router.errors import BadRequest
 from router.front_door import FrontDoor
 from router.openai.chat_parts import ChatParts
@@ -33,6 +34,7 @@ class Origin:
     """What a request brought besides its body."""
 
     label: Label
+    user: User
     is_debug: bool = False
 
 
@@ -119,7 +121,9 @@ class Answers:
             num_prompt_tokens=len(prompt),
             tokenizer=self._door.tokenizer,
         )
-        return ResponseExchange(self._door.generation(plan), shape, wall_clock=self._wall_clock)
+        return ResponseExchange(
+            self._door.generation(plan, spend=origin.user.spend), shape, wall_clock=self._wall_clock
+        )
 
     async def tokenize(self, request: TokenizeRequest) -> Json:
         """Raises RouterError."""
@@ -220,7 +224,7 @@ class Answers:
             plan = self._door.plan(
                 prompt, wishes.options, facts=facts, label=label, choice=index % wishes.n, param=param
             )
-            choices.append(Choice(self._door.generation(plan), shape))
+            choices.append(Choice(self._door.generation(plan, spend=origin.user.spend), shape))
         return choices
 
     def _envelope(self, prefix: str, wishes: Wishes, facts: ModelFacts) -> Envelope:

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from deploy import cli
 from router.api_keys import ApiKeys, KeyEntry, digest, new_key, read_entries, single_entry
 from router.errors import BadApiKey, RateLimited
 
@@ -117,3 +118,15 @@ def test_a_bad_file_is_refused_by_entry(tmp_path: Path, text: str, message: str)
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(ValueError, match="api_keys_file must be readable, got 'nowhere'"):
         read_entries(Path("nowhere"))
+
+
+def test_the_command_makes_a_key_and_the_entry_that_lets_it_in(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli.key('team "a"')
+    shown = capsys.readouterr()
+    path = tmp_path / "keys.toml"
+    path.write_text(shown.out)
+    made = shown.err.split()[-1]
+    assert made not in shown.out
+    assert ApiKeys(read_entries(path), clock=Clock()).user(f"Bearer {made}").name == 'team "a"'

@@ -1,5 +1,6 @@
 import asyncio
 import json
+import math
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -8,8 +9,9 @@ import httpx
 import pytest
 from starlette.types import Message
 
+from router.api_keys import ApiKeys, KeyEntry, digest
 from router.errors import NodeFailed, NodesBusy, NoReadyPair, RouterError
-from tests.fakes_dispatch import MAX_MODEL_LEN, FakeDispatcher, FakeOperations, http_app
+from tests.fakes_dispatch import MAX_MODEL_LEN, FakeDispatcher, FakeOperations, http_app, one_key
 from tests.smollm2_text import smollm2_text
 
 CHAT: dict[str, Any] = {"model": "smol", "messages": [{"role": "user", "content": "hi"}]}
@@ -525,7 +527,7 @@ async def test_the_served_model_is_listed_and_no_other_found() -> None:
 
 
 async def test_an_api_key_is_asked_of_users_but_not_of_probes() -> None:
-    async with client(answering(), api_key="secret") as http:
+    async with client(answering(), keys=one_key("secret")) as http:
         assert (await http.get("/live")).status_code == 200
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
             response = await http.post("/v1/chat/completions", json=CHAT, headers=headers)
@@ -533,6 +535,28 @@ async def test_an_api_key_is_asked_of_users_but_not_of_probes() -> None:
         good = {"authorization": "Bearer secret"}
         assert (await http.post("/v1/chat/completions", json=CHAT, headers=good)).status_code == 200
         assert (await http.get("/v1/models", headers=good)).status_code == 200
+
+
+async def test_a_key_s_limits_are_told_with_the_time_to_wait_and_are_its_own() -> None:
+    entries = [
+        KeyEntry(name="a", sha256=digest("a"), requests_per_minute=1),
+        KeyEntry(name="b", sha256=digest("b"), tokens_per_minute=40),
+    ]
+    dispatcher = answering()
+    async with client(dispatcher, keys=ApiKeys(entries, clock=lambda: 0.0)) as http:
+
+        async def ask(key: str, *, stream: bool = False) -> httpx.Response:
+            headers = {"authorization": f"Bearer {key}"}
+            return await http.post("/v1/chat/completions", json=CHAT | {"stream": stream}, headers=headers)
+
+        assert (await ask("a")).status_code == 200
+        refused = await ask("a", stream=True)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert refused.headers["retry-after"] == "60"
+        assert (await ask("b", stream=True)).status_code == 200
+        num_tokens = 31 + len(ids_of(TEXT)) + 1
+        assert (await ask("b")).headers["retry-after"] == str(math.ceil((num_tokens - 39) * 60 / 40))
+    assert len(dispatcher.requests) == 2
 
 
 async def test_a_request_id_that_is_no_label_is_replaced() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.fakes_dispatch import MAX_MODEL_LEN, FakeDispatcher
+from tests.fakes_dispatch import MAX_MODEL_LEN, FakeDispatcher, one_key
 from tests.smollm2_text import smollm2_text
 from tests.unit.test_http import TEXT, client, ids_of, post
 
@@ -64,7 +64,7 @@ async def test_bad_requests_are_refused_by_field(path: str, body: dict[str, Any]
 
 
 async def test_operators_see_nodes_settings_and_the_document() -> None:
-    async with client(FakeDispatcher(), api_key="secret") as http:
+    async with client(FakeDispatcher(), keys=one_key("secret")) as http:
         for path in ("/server_info", "/workers"):
             assert (await http.get(path)).status_code == 401
         assert (await http.get("/openapi.json")).json()["openapi"] == "3.1.0"

@@ -8,10 +8,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from router.api_keys import ApiKeys
 from router.errors import NodesBusy
 from router.grpc_server import SERVICE, RouterGrpcServer
 from router.grpc_service import GenerationService
-from tests.fakes_dispatch import MAX_MODEL_LEN, FakeDispatcher, front_door
+from tests.fakes_dispatch import MAX_MODEL_LEN, FakeDispatcher, front_door, one_key, open_to_all
 from tests.smollm2_text import smollm2_text
 from wire.gen import generate_pb2 as pb
 from wire.gen import generate_pb2_grpc
@@ -29,10 +30,12 @@ def answering(text: str = TEXT, **options: Any) -> FakeDispatcher:
 
 
 @asynccontextmanager
-async def channel(dispatcher: FakeDispatcher, api_key: str = "") -> AsyncGenerator[grpc.aio.Channel]:
+async def channel(
+    dispatcher: FakeDispatcher, keys: ApiKeys | None = None
+) -> AsyncGenerator[grpc.aio.Channel]:
     labels = iter(range(100))
     service = GenerationService(
-        front_door(dispatcher, smollm2_text()), new_id=lambda: f"id{next(labels)}", api_key=api_key
+        front_door(dispatcher, smollm2_text()), new_id=lambda: f"id{next(labels)}", keys=keys or open_to_all()
     )
     server = RouterGrpcServer(service, "127.0.0.1:0")
     await server.start()
@@ -198,7 +201,7 @@ async def test_a_cancelled_call_closes_its_generation() -> None:
 
 
 async def test_an_api_key_is_asked_of_every_call() -> None:
-    async with channel(answering(), api_key="secret") as opened:
+    async with channel(answering(), one_key("secret")) as opened:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub(opened).Abort(pb.AbortRequest(request_id="x"))
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED

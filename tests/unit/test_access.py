@@ -1,0 +1,83 @@
+"""TLS towards users, over real servers and real certificates."""
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+import trustme
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from router.access import Access
+from router.grpc_server import RouterGrpcServer
+from router.grpc_service import GenerationService
+from router.node import HttpServer, uvicorn_config
+from tests.fakes_dispatch import FakeDispatcher, front_door, http_app, open_to_all
+from tests.smollm2_text import smollm2_text
+
+
+def access(folder: Path, ca: trustme.CA) -> Access:
+    issued = ca.issue_cert("127.0.0.1")
+    issued.private_key_pem.write_to_path(f"{folder / 'key.pem'}")
+    issued.cert_chain_pems[0].write_to_path(f"{folder / 'cert.pem'}")
+    return Access(tls_cert_file=f"{folder / 'cert.pem'}", tls_key_file=f"{folder / 'key.pem'}")
+
+
+async def test_http_is_served_over_tls_only(tmp_path: Path) -> None:
+    ca = trustme.CA()
+    trusting = ssl.create_default_context()
+    ca.configure_trust(trusting)
+    app = http_app(FakeDispatcher(), smollm2_text())
+    server = HttpServer(uvicorn_config(app, access(tmp_path, ca)))
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        async with asyncio.TaskGroup() as group:
+            group.create_task(server.serve(sockets=[listener]))
+            async with httpx.AsyncClient(verify=trusting) as http:
+                assert (await http.get(f"https://{address}/live")).json() == {"status": "ok"}
+                with pytest.raises(httpx.TransportError):
+                    await http.get(f"http://{address}/live")
+            server.should_exit = True
+
+
+async def test_grpc_is_served_over_tls_only(tmp_path: Path) -> None:
+    ca = trustme.CA()
+    service = GenerationService(
+        front_door(FakeDispatcher(), smollm2_text()), new_id=lambda: "x", keys=open_to_all()
+    )
+    server = RouterGrpcServer(service, "127.0.0.1:0", credentials=access(tmp_path, ca).grpc_credentials())
+    await server.start()
+    address = f"127.0.0.1:{server.port}"
+    trusting = grpc.ssl_channel_credentials(ca.cert_pem.bytes())
+    try:
+        async with grpc.aio.secure_channel(address, trusting) as channel:
+            answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        async with grpc.aio.insecure_channel(address) as channel:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+    finally:
+        await server.stop(0.0)
+
+
+def test_a_certificate_and_its_key_go_together(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="tls_key_file must be set too"):
+        Access(tls_cert_file="x")
+    with pytest.raises(ValueError, match="tls_cert_file must be set too"):
+        Access(tls_key_file="x")
+    with pytest.raises(ValueError, match="must be a certificate and its key, got 'nowhere' and 'nowhere'"):
+        Access(tls_cert_file="nowhere", tls_key_file="nowhere").check_certificate()
+    good, other = access(tmp_path, trustme.CA()), tmp_path / "other"
+    good.check_certificate()
+    other.mkdir()
+    mixed = Access(tls_cert_file=good.tls_cert_file, tls_key_file=access(other, trustme.CA()).tls_key_file)
+    with pytest.raises(ValueError, match="must be a certificate and its key"):
+        mixed.check_certificate()
+
+
+def test_an_api_key_is_not_shown() -> None:
+    assert "secret" not in repr(Access(api_key="secret"))
