@@ -121,7 +121,12 @@ def body_schema(table: Table) -> Json:
         properties[name] = {"enum": [None, *harmless], "description": "Not supported: refused."}
     for name in sorted(table.labels):
         properties[name] = {"description": "A label: it changes nothing."}
-    return {"type": "object", "required": list(table.required), "properties": properties}
+    schema: Json = {"type": "object", "required": list(table.required), "properties": properties}
+    if table.either:
+        schema["oneOf"] = [
+            {"required": [name], "properties": {name: table.reads[name]}} for name in table.either
+        ]
+    return schema
 
 
 def _or_null(schema: Mapping[str, Any]) -> Json:

@@ -28,12 +28,13 @@ _INT32 = 2**31
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
     """One body. `reads`: name to JSON schema, null left out. `refuses`: name to the values that are taken all
-    the same, because they ask for nothing. `labels` change nothing."""
+    the same, because they ask for nothing. `labels` change nothing. Exactly one of `either` must be given."""
 
     reads: Mapping[str, Json]
     refuses: Mapping[str, tuple[Any, ...]]
     labels: frozenset[str] = frozenset()
     required: tuple[str, ...] = ()
+    either: tuple[str, ...] = ()
 
     def fields(self, body: Mapping[str, Any]) -> Fields:
         """A reader that knows only these fields. Raises BadRequest naming one that is refused."""
@@ -291,6 +292,7 @@ TOKENIZE = Table(
         **_TEMPLATE,
     },
     refuses={"chat_template": (), "tools": ([],), "mm_processor_kwargs": ()},
+    either=("prompt", "messages"),
 )
 
 DETOKENIZE = Table(
