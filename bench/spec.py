@@ -22,8 +22,8 @@ from deploy import models
 from engine.params import SamplingParams
 from engine.request import Request
 from router.text.model_text import ModelText
+from speculative.budgets.budget import BUDGET_OPTIONS
 from speculative.build import BuiltEngine, EngineSettings, build_engine
-from speculative.policy import OPTIONS
 from speculative.progress import Progress
 from wire.node_config import draft_options
 
@@ -77,9 +77,9 @@ def by_category(path: Path, *, most: int) -> dict[str, list[str]]:
 
 
 def engine_settings(settings: SpecBench, contender: Contender, folder: Path) -> EngineSettings:
-    """Without options of its own, a bundled head drafts in the shape in which a cluster would use it."""
+    """Without a shape of its own, a bundled head drafts in the one in which a cluster would use it."""
     options = dict(contender.options)
-    if options.keys() <= OPTIONS:
+    if options.keys() <= BUDGET_OPTIONS:
         shape = draft_options(models.bundled_draft_options(settings.model, contender.algorithm))
         options = {**shape, **options}
     draft = options.pop("draft", "") or models.bundled_draft(settings.model, contender.algorithm)

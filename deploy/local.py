@@ -143,7 +143,7 @@ class _Commands:
         config = self.config
         if config.draft:
             return config.draft, config.draft_options
-        options = config.draft_options or models.bundled_draft_options(config.model, config.algorithm)
+        options = models.options_in_shape(config.model, config.algorithm, config.draft_options)
         return models.bundled_draft(config.model, config.algorithm), options
 
     def _paceline(

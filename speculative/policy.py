@@ -11,7 +11,7 @@ from types import MappingProxyType
 from engine.randomness import uniforms
 from speculative.accept_rules import BLOCK, TOKEN_WISE, ChainRule
 from speculative.budgets.adaptive import AdaptiveBudget, AdaptiveConfig
-from speculative.budgets.budget import DraftBudget
+from speculative.budgets.budget import BUDGET_OPTIONS, DraftBudget
 from speculative.budgets.count import DEFAULT_SLOTS, CountBudget, CountConfig
 from speculative.proposer import DrawingProposer, Proposer
 from speculative.simulate import SimulatedAcceptance
@@ -20,7 +20,7 @@ from speculative.verify_drawn import VerifyDrawn
 
 logger = logging.getLogger(__name__)
 
-OPTIONS = frozenset({"acceptance", "budget", "budget_slots", "simulate_acceptance"})
+OPTIONS = BUDGET_OPTIONS | {"acceptance", "simulate_acceptance"}
 
 EXACT = "exact"
 _DRAWN_RULES: Mapping[str, ChainRule] = MappingProxyType({"rejection": TOKEN_WISE, "block": BLOCK})

@@ -22,6 +22,7 @@ from speculative.proposer import Proposer
 from tests.tiny_models import save_tiny
 
 VOCAB_SIZE = 256
+UNWRITTEN = 1e4
 
 
 @cache
@@ -58,7 +59,7 @@ def make_engine(
     )
     layout = build_layout(page_size=page_size, dtype="float32", pools=[target, *proposer.needs.draft_kv])
     pool = PagePool(layout, num_pages, torch.device(device))
-    pool.storage.view(torch.float32).fill_(1e4)  # what nobody wrote must not be seen
+    pool.storage.view(torch.float32).fill_(UNWRITTEN)  # what nobody wrote must not be seen
     return EngineLoop(
         model=model or loaded.model,
         pool=pool,

@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+# Names of the settings that say what decides.
+BUDGET_OPTIONS = frozenset({"budget", "budget_slots"})
+
 
 @dataclass(frozen=True, slots=True)
 class Verified:

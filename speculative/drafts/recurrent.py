@@ -4,8 +4,9 @@ Owns the draft's KV in step with the target's, and each request's state between 
 what the network computes.
 
 Draft slot p holds the pair (hidden at p, token at p + 1), so draft and target share slots and pages, and
-`observe` can write every committed slot as soon as the token after it is known. What the last pair
-predicts, and its recurrent hidden, start the next proposal; drafted tokens go to scratch slots after it.
+`observe` can write every committed slot as soon as the token after it is known; while a request may not
+draft, that waits (`speculative.drafts.backlog`). What the last pair predicts, and its recurrent hidden,
+start the next proposal; drafted tokens go to scratch slots after it.
 
 Shapes: `B` requests, `K` candidates or beams, `R` wanted rows, `T` packed rows, `E` hidden width.
 """
@@ -22,8 +23,9 @@ from engine.models.model import Model
 from engine.pool import PagePool
 from engine.randomness import Coins
 from engine.request import Request
+from speculative.drafts.backlog import Backlog, Reading
 from speculative.drafts.chain_draws import ChainDraws, draws_drafts
-from speculative.drafts.extension import captured_rows, extension_of
+from speculative.drafts.extension import extension_of
 from speculative.drafts.head import DraftHead, Floats, Ids, best
 from speculative.drafts.scratch import ScratchRows
 from speculative.growth import Growth, num_candidates
@@ -123,6 +125,7 @@ class RecurrentProposer:
         self.needs = needs_of(draft.needs, draft.shape, layer_ids=())
         self._states: dict[Request, _State] = {}
         self._coins: Coins | None = None
+        self._resting: frozenset[Request] = frozenset()  # of those last proposed for
 
     def draw_drafts(self, coins: Coins) -> None:
         if self._shape.topk != 1:
@@ -133,6 +136,7 @@ class RecurrentProposer:
         self._target_vocab_size = model.config.vocab_size
         self.needs = needs_of(self._draft.needs, self._shape, layer_ids=self._draft.layer_ids(model))
         self._network = self._draft.build(model, pool)
+        self._backlog = Backlog(pool.layout.page_size)
         self._device = model.device
         self._dtype = model.dtype
         self._width = min(STATE_WIDTH, self._network.head.vocab_size)
@@ -159,9 +163,14 @@ class RecurrentProposer:
 
     def forget(self, request: Request) -> None:
         self._states.pop(request, None)
+        self._backlog.forget(request)
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Proposal]:
+        self._resting = frozenset(
+            request for request, limit in zip(requests, limits, strict=True) if limit <= 0
+        )
+        self._read(self._backlog.take([request for request in requests if request not in self._resting]))
         drafting = [
             (request, min(limit, self._shape.max_tokens))
             for request, limit in zip(requests, limits, strict=True)
@@ -184,12 +193,16 @@ class RecurrentProposer:
     @torch.inference_mode()
     def observe(self, advances: Sequence[Advance], output: ForwardOutput) -> None:
         extensions = [found for advance in advances if (found := extension_of(advance)) is not None]
-        if not extensions:
+        if extensions:
+            self._read(self._backlog.put(extensions, output.hidden, resting=self._resting))
+
+    def _read(self, reading: Reading | None) -> None:
+        """Write the draft's KV of these slots, and keep what the last pair of each request predicts."""
+        if reading is None:
             return
-        captured = captured_rows(extensions, output.hidden)
-        spans = [extension.span for extension in extensions]
-        hidden_RE, logits_RV = self._network.forward(spans, self._network.fuse(captured))
-        ended = [extension.request for extension in extensions if extension.span.logit_rows]
+        spans = reading.spans
+        hidden_RE, logits_RV = self._network.forward(spans, self._network.fuse(reading.captured))
+        ended = [request for request, span in zip(reading.requests, spans, strict=True) if span.logit_rows]
         if not ended:
             return
         p_RK, ids_RK = best(logits_RV, self._width)

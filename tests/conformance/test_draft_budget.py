@@ -4,24 +4,27 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from random import Random
 from time import perf_counter
+from typing import Any
 
 import pytest
+import torch
 
 from engine.request import Request
 from speculative.budgets.adaptive import AdaptiveBudget, AdaptiveConfig
-from speculative.budgets.budget import BudgetState, DraftBudget, Verified
+from speculative.budgets.budget import BudgetState, DraftBudget, FixedBudget, Verified
 from speculative.budgets.count import CountBudget, CountConfig
 from speculative.build import BuiltEngine, EngineSettings
 from speculative.build import build_engine as build
+from speculative.drafts.layer import POOL
 from speculative.loop import EngineLoop
 from speculative.policy import DraftPolicy, policy_of
 from speculative.progress import Progress
 from speculative.proposer import Proposal, Proposer
 from speculative.registry import create_proposer
-from tests.conformance.test_eagle import CHAIN, TREE
+from tests.conformance.test_eagle import CHAIN, TREE, slots
 from tests.conformance.test_eagle import proposer as head
 from tests.conformance.test_loop import greedy_truth, prompt_of, reference
-from tests.engines import VOCAB_SIZE, make_engine, make_request, run, tiny_folder, tokens_of
+from tests.engines import UNWRITTEN, VOCAB_SIZE, make_engine, make_request, run, tiny_folder, tokens_of
 from tests.fakes_proposers import BushyProposer
 from tests.tiny_block_drafts import dflash, standalone
 
@@ -149,6 +152,46 @@ def test_draft_kv_keeps_step_through_rounds_that_draft_nothing() -> None:
     engine = make_engine(standalone("same"), policy=DraftPolicy(budget=ScriptedBudget()))
     run(engine, requests_of({20: 60, 33: 60}))
     assert engine.counters.accepted == engine.counters.drafted > 20
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize(("name", "shape"), [("eagle", CHAIN), ("eagle3", TREE), ("mtp", CHAIN)])
+def test_a_head_that_slept_reads_up_and_drafts_as_after_a_fresh_prefill(
+    name: str, shape: Mapping[str, Any], page_size: int
+) -> None:
+    def begun(limit: int, prompt: Sequence[int], num_outputs: int) -> tuple[EngineLoop, Request]:
+        policy = DraftPolicy(budget=FixedBudget(limit))
+        engine = make_engine(
+            head(name, shape), page_size=page_size, num_pages=800 // page_size, policy=policy
+        )
+        request = make_request("r", list(prompt), max_tokens=60)
+        engine.add(request)
+        while request.num_outputs < num_outputs:
+            engine.step()
+        return engine, request
+
+    def draft_kv(engine: EngineLoop, request: Request, count: int) -> torch.Tensor:
+        layers = sorted({(region.pool, region.layer) for region in engine.pool.layout.regions})
+        found = zip(layers, slots(engine.pool, request, count), strict=True)
+        return torch.stack([kv for (pool, _), kv in found if pool == POOL])
+
+    asleep, request = begun(0, prompt_of(33), 22)
+    count = request.num_committed
+    fresh, again = begun(0, request.tokens[:count], 1)
+    whole = count // page_size * page_size
+    torch.testing.assert_close(
+        draft_kv(asleep, request, whole), draft_kv(fresh, again, whole), rtol=1e-4, atol=1e-5
+    )
+    if page_size > 1:
+        assert (draft_kv(asleep, request, count)[:, whole:] == UNWRITTEN).all()
+    proposals = []
+    for engine, one in ((asleep, request), (fresh, again)):
+        engine.cache.grow(one, count + engine.proposer.needs.num_scratch_slots)
+        proposals += engine.proposer.propose([one], [6])
+    assert proposals[0] == proposals[1]
+    torch.testing.assert_close(
+        draft_kv(asleep, request, count), draft_kv(fresh, again, count), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_every_request_keeps_to_the_limit_of_its_round() -> None:

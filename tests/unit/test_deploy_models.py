@@ -60,3 +60,11 @@ def test_the_shape_of_a_bundled_head_is_one_its_algorithm_takes(algorithm: str) 
     draft = models.bundled_draft("smollm2", algorithm)
     proposer = create_proposer(algorithm, {"draft": draft, **options})
     assert proposer.needs.max_draft_tokens == options["num_draft_tokens"]
+
+
+def test_a_budget_alone_leaves_a_bundled_head_its_shape() -> None:
+    shape = models.bundled_draft_options("smollm2", "eagle3")
+    assert models.options_in_shape("smollm2", "eagle3", "") == shape
+    assert models.options_in_shape("smollm2", "eagle3", "budget=adaptive") == f"{shape},budget=adaptive"
+    assert models.options_in_shape("smollm2", "eagle3", "topk=1,budget=adaptive") == "topk=1,budget=adaptive"
+    assert models.options_in_shape("smollm2", "ngram", "budget=adaptive") == "budget=adaptive"
