@@ -169,7 +169,7 @@ class Attempt:
             deadline_s=deadline_s,
             priority=request.priority,
             cache_salt=request.cache_salt,
-            grammar=request.grammar,
+            grammar="" if request.constraint is None else request.constraint.spec.to_text(),
             trace_context=request.trace_context,
         )
 

@@ -28,7 +28,7 @@ from router.policies import Pair, PolicyState, policy_named
 from router.requests import Delta, GenerateRequest, Outcome
 from router.run import Run
 from router.stats import RouterStats
-from wire.work import TransferId
+from wire.work import BAD_GRAMMAR, TransferId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +241,7 @@ class Dispatcher:
         if broken.code in ("deadline", DeadlineExceeded.default_code):
             raise DeadlineExceeded(detail)
         if not broken.is_retryable and broken.cause == "rejected":
-            raise RequestRefused(broken.reason, code=broken.code)
+            raise _refused(run.request, broken)
         if not broken.is_retryable:
             raise NodeFailed(detail)
         too_often = run.num_failures >= self._config.max_attempts
@@ -249,3 +249,13 @@ class Dispatcher:
             error = NodesBusy if broken.is_load else AttemptsExhausted
             message = f"given up after {run.num_attempts} attempts; last, {detail}"
             raise error(message, retry_after_s=self._config.retry_after_s)
+
+
+def _refused(request: GenerateRequest, broken: Broken) -> RequestRefused:
+    """A grammar that means nothing is told under the name its field has for the user."""
+    if broken.code != BAD_GRAMMAR or request.constraint is None:
+        return RequestRefused(broken.reason, code=broken.code)
+    field = request.constraint.field
+    return RequestRefused(
+        f"{field} cannot be used: {broken.reason.removeprefix('grammar: ')}", code=broken.code, param=field
+    )

@@ -1,10 +1,13 @@
 """Protobuf messages of `Generation` to the router's plain values and back."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from router.generation import Ended, TextDelta
+from router.openai.grammar import read_option
 from router.openai.messages import Message, read_messages
 from router.planning import SamplingOptions
+from router.requests import Constraint
 from wire.gen import generate_pb2
 
 _FLOATS = (
@@ -15,6 +18,15 @@ _FLOATS = (
     "frequency_penalty",
     "repetition_penalty",
 )
+_GRAMMARS: Mapping[str, Callable[[generate_pb2.Grammar], tuple[str, Any]]] = {
+    "json_schema": lambda grammar: ("json", grammar.json_schema.schema),
+    "json_object": lambda grammar: ("json_object", grammar.json_object),
+    "regex": lambda grammar: ("regex", grammar.regex),
+    "ebnf": lambda grammar: ("grammar", grammar.ebnf),
+    "choice": lambda grammar: ("choice", list(grammar.choice.texts)),
+}
+"""How the fields of HTTP have it: the option's name and value."""
+
 _INTEGERS = ("max_tokens", "top_k", "seed", "min_tokens", "logprobs")
 
 
@@ -30,6 +42,15 @@ def unpack_sampling(sampling: generate_pb2.Sampling) -> SamplingOptions:
         ignore_eos=sampling.ignore_eos,
         logit_bias=tuple((token_id, _as_written(bias)) for token_id, bias in sampling.logit_bias.items()),
     )
+
+
+def unpack_grammar(grammar: generate_pb2.Grammar) -> Constraint | None:
+    """Under the same rules as HTTP's fields. Raises BadRequest."""
+    kind = grammar.WhichOneof("kind")
+    if kind is None:
+        return None
+    option, value = _GRAMMARS[kind](grammar)
+    return read_option(f"grammar.{kind}", option, value, is_strict=grammar.json_schema.strict)
 
 
 def unpack_messages(chat: generate_pb2.ChatMessages) -> tuple[Message, ...]:

@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Never
 
 import grpc
@@ -17,7 +18,7 @@ from router.api_keys import ApiKeys, User
 from router.errors import BadApiKey, BadRequest, RouterError
 from router.front_door import FrontDoor
 from router.generation import Ended
-from router.grpc_convert import pack_delta, pack_end, unpack_messages, unpack_sampling
+from router.grpc_convert import pack_delta, pack_end, unpack_grammar, unpack_messages, unpack_sampling
 from router.leaving import until_left
 from router.planning import Label, Plan
 from wire.gen import generate_pb2, generate_pb2_grpc
@@ -90,9 +91,10 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
     async def _plan(self, request: generate_pb2.GenerateRequest, label: str) -> Plan:
         facts = self._door.facts(request.model or None)
         prompt_ids, param = await self._prompt(request)
+        options = unpack_sampling(request.sampling)
         return self._door.plan(
             prompt_ids,
-            unpack_sampling(request.sampling),
+            replace(options, constraint=unpack_grammar(request.grammar)),
             facts=facts,
             label=Label(name=label, priority=request.priority, cache_salt=request.cache_salt),
             param=param,

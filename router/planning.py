@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from router.errors import BadRequest, ContextTooLong, NoReadyPair
-from router.requests import GenerateRequest, SamplingParams
+from router.requests import Constraint, GenerateRequest, SamplingParams
 from router.text.stops import MAX_STOP_CHARS, MAX_STOPS
 
 _SEED_RANGE = 2**64
@@ -56,6 +56,7 @@ class SamplingOptions:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logit_bias: tuple[tuple[int, float], ...] = ()
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +123,7 @@ class Planner:
             priority=label.priority,
             cache_salt=label.cache_salt,
             trace_context=label.trace_context,
+            constraint=options.constraint,
         )
         return Plan(
             request=request,
@@ -204,7 +206,8 @@ def _max_tokens(num_prompt: int, options: SamplingOptions, facts: ModelFacts, *,
 def _sampling(
     options: SamplingOptions, *, seed: int, max_tokens: int, eos_token_ids: tuple[int, ...]
 ) -> SamplingParams:
-    eos = () if options.ignore_eos else eos_token_ids
+    # A finished grammar leaves nothing else to draw, so it ends the answer even then.
+    eos = () if options.ignore_eos and options.constraint is None else eos_token_ids
     given = {
         "temperature": options.temperature,
         "top_p": options.top_p,

@@ -5,9 +5,17 @@ Plain values. Must never know text, HTTP, gRPC or which node does what.
 
 from dataclasses import dataclass
 
-from wire.work import SamplingParams, TokenLogprob
+from wire.work import GrammarSpec, SamplingParams, TokenLogprob
 
-__all__ = ["Delta", "GenerateRequest", "Outcome", "SamplingParams", "Timings", "TokenLogprob"]
+__all__ = ["Constraint", "Delta", "GenerateRequest", "Outcome", "SamplingParams", "Timings", "TokenLogprob"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraint:
+    """The form an answer must have, and the field that the user asked for it in."""
+
+    spec: GrammarSpec
+    field: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +32,7 @@ class GenerateRequest:
     label: str = ""
     priority: int = 0
     cache_salt: str = ""
-    grammar: str = ""
+    constraint: Constraint | None = None
     deadline_s: float | None = None
     trace_context: str = ""
 

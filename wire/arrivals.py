@@ -16,11 +16,10 @@ from kv_transfer.ids import TransferId
 from wire.host_events import Link
 from wire.intake import OVERLOADED, Intake, refuse, request_of
 from wire.link_table import LinkTable
-from wire.work import Rejected, Submit
+from wire.work import BAD_GRAMMAR, Rejected, Submit
 
 logger = logging.getLogger(__name__)
 
-BAD_GRAMMAR = "bad_grammar"
 COMPILE_LIMIT_S = 10.0
 """A compilation that takes longer is given up; its thread is free again only when it has ended."""
 

@@ -5,16 +5,19 @@ Plain values: `wire.convert` turns them into protobuf, the simulation passes the
 
 from dataclasses import dataclass
 
+from engine.grammar_spec import GrammarSpec, json_schema_grammar
 from engine.params import SamplingParams, TokenLogprob
 from kv_transfer.ids import Incarnation, TransferId, new_incarnation
 
 __all__ = [
+    "BAD_GRAMMAR",
     "Accepted",
     "Cancel",
     "Event",
     "Failed",
     "Finished",
     "Frame",
+    "GrammarSpec",
     "Incarnation",
     "NodeRef",
     "Preempted",
@@ -27,8 +30,13 @@ __all__ = [
     "Tokens",
     "TransferId",
     "WorkHello",
+    "json_schema_grammar",
     "new_incarnation",
 ]
+
+
+BAD_GRAMMAR = "bad_grammar"
+"""The code of a Submit rejected for its grammar alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +62,7 @@ class Submit:
 
     `prompt_ids` = the user's prompt, then the tokens already delivered by earlier attempts;
     `num_prompt_tokens` of them are the user's. Output index 0 is the token after the user's prompt.
-    `deadline_s` counts from receipt.
+    `deadline_s` counts from receipt. `grammar`: the text of a `GrammarSpec`, "" for none.
     """
 
     tid: TransferId

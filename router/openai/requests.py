@@ -9,6 +9,7 @@ from typing import Any
 
 from router.errors import BadRequest
 from router.openai.fields import Fields, refuse
+from router.openai.grammar import read_constraint
 from router.openai.messages import Message, read_messages
 from router.openai.sampling import chat_logprobs, completion_logprobs, prompt_logprobs, read_sampling
 from router.openai.tables import CHAT, COMPLETIONS, MAX_CHOICES
@@ -114,7 +115,13 @@ def _wishes(
         raise BadRequest("stream_options must be left out unless stream is true", param="stream_options")
     prompt_top = prompt_logprobs(fields)
     scored = max((top for top in (prompt_top, echo_top) if top is not None), default=None)
-    options = read_sampling(fields, logprobs=logprobs, prompt_logprobs=scored, may_be_empty=may_be_empty)
+    options = read_sampling(
+        fields,
+        logprobs=logprobs,
+        prompt_logprobs=scored,
+        may_be_empty=may_be_empty,
+        constraint=read_constraint(fields),
+    )
     return Wishes(
         model=fields.text("model"),
         options=options,

@@ -24,7 +24,6 @@ _FIXED: Mapping[str, Any] = {
     "previous_response_id": None,
     "reasoning": {"effort": None, "summary": None},
     "store": False,
-    "text": {"format": {"type": "text"}, "verbosity": "medium"},
     "tool_choice": "auto",
     "tools": [],
     "truncation": "disabled",

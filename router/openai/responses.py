@@ -9,6 +9,7 @@ from typing import Any
 
 from router.errors import BadRequest
 from router.openai.fields import Fields, refuse
+from router.openai.grammar import read_format, shown_format
 from router.openai.messages import Message, read_messages
 from router.openai.requests import Wishes, read_prompt_options
 from router.openai.sampling import read_sampling
@@ -48,13 +49,20 @@ def read_response(body: Mapping[str, Any]) -> ResponseRequest:
     is_stream = fields.boolean("stream")
     if fields.raw("stream_options") is not None and not is_stream:
         raise BadRequest("stream_options must be left out unless stream is true", param="stream_options")
-    _only(fields, "stream_options", {"include_obfuscation": (False,)})
-    _only(fields, "text", {"format": ({"type": "text"},), "verbosity": ("medium",)})
+    _only("stream_options", fields.mapping("stream_options"), {"include_obfuscation": (False,)})
+    text = fields.mapping("text")
+    constraint = read_format("text.format", text.get("format"), nests_schema=False)
+    _only("text", {**text, "format": None}, {"verbosity": ("medium",)})
     instructions = fields.text("instructions")
     system = () if instructions is None else ({"role": "system", "content": instructions},)
     wishes = Wishes(
         model=fields.text("model"),
-        options=read_sampling(fields, logprobs=_logprobs(fields), max_tokens_names=("max_output_tokens",)),
+        options=read_sampling(
+            fields,
+            logprobs=_logprobs(fields),
+            max_tokens_names=("max_output_tokens",),
+            constraint=constraint,
+        ),
         text=read_prompt_options(fields),
         n=1,
         prompt_top=None,
@@ -72,6 +80,7 @@ def read_response(body: Mapping[str, Any]) -> ResponseRequest:
             "instructions": instructions,
             "max_output_tokens": wishes.options.max_tokens,
             "metadata": fields.mapping("metadata"),
+            "text": shown_format(text),
             "temperature": fields.number("temperature"),
             "top_p": fields.number("top_p"),
             "top_logprobs": fields.integer("top_logprobs") or 0,
@@ -80,9 +89,9 @@ def read_response(body: Mapping[str, Any]) -> ResponseRequest:
     )
 
 
-def _only(fields: Fields, name: str, taken: Mapping[str, tuple[Any, ...]]) -> None:
+def _only(name: str, given: Mapping[str, Any], taken: Mapping[str, tuple[Any, ...]]) -> None:
     """Refuse what an object asks for beyond what is done anyway."""
-    for key, value in fields.mapping(name).items():
+    for key, value in given.items():
         if value is not None and value not in taken.get(key, ()):
             raise BadRequest(
                 f"{name}.{key} is not supported", param=f"{name}.{key}", code="unsupported_parameter"

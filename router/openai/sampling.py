@@ -6,6 +6,7 @@ from typing import Any
 from router.openai.fields import Fields, as_number, refuse
 from router.openai.tables import MAX_TOP_LOGPROBS, SEED_MAX, SEED_MIN
 from router.planning import SamplingOptions
+from router.requests import Constraint
 
 _MAX_TOKENS_NAMES = ("max_completion_tokens", "max_tokens")
 
@@ -17,6 +18,7 @@ def read_sampling(
     prompt_logprobs: int | None = None,
     may_be_empty: bool = False,
     max_tokens_names: Sequence[str] = _MAX_TOKENS_NAMES,
+    constraint: Constraint | None = None,
 ) -> SamplingOptions:
     """Ranges that need no model are checked by SamplingParams, which names the field too.
 
@@ -46,6 +48,7 @@ def read_sampling(
         stop_token_ids=fields.integers("stop_token_ids"),
         ignore_eos=fields.boolean("ignore_eos"),
         logit_bias=_logit_bias(fields.mapping("logit_bias")),
+        constraint=constraint,
     )
 
 

@@ -161,10 +161,52 @@ _SERVING: Mapping[str, Json] = {
     "priority": _integer(-_INT32, _INT32 - 1),
     "cache_salt": _STRING,
 }
+_SCHEMA: Json = {
+    "type": "object",
+    "required": ["schema"],
+    "properties": {"schema": _OBJECT, "strict": {"type": ["boolean", "null"]}, "name": _STRING},
+}
+_FORMAT: Json = {
+    "anyOf": [
+        {
+            "type": "object",
+            "required": ["type"],
+            "properties": {"type": {"enum": ["text", "json_object"]}},
+        },
+        {
+            "type": "object",
+            "required": ["type", "json_schema"],
+            "properties": {"type": {"enum": ["json_schema"]}, "json_schema": _SCHEMA},
+        },
+    ]
+}
+_NON_EMPTY: Json = {"type": "string", "minLength": 1}
+_JSON: Json = {"anyOf": [_OBJECT, _NON_EMPTY]}
+_CHOICE: Json = {"type": "array", "minItems": 1, "items": _NON_EMPTY}
+_GRAMMAR: Mapping[str, Json] = {
+    "response_format": _FORMAT,
+    "structured_outputs": {
+        "anyOf": [
+            {"type": "object", "required": [name], "properties": {name: value}}
+            for name, value in (
+                ("json", _JSON),
+                ("regex", _NON_EMPTY),
+                ("choice", _CHOICE),
+                ("grammar", _NON_EMPTY),
+                ("json_object", {"enum": [True]}),
+            )
+        ]
+    },
+    "guided_json": _JSON,
+    "guided_regex": _NON_EMPTY,
+    "guided_choice": _CHOICE,
+    "guided_grammar": _NON_EMPTY,
+}
 _GENERATION: Mapping[str, Json] = {
     **_SAMPLING,
     **_PROMPT,
     **_SERVING,
+    **_GRAMMAR,
     "n": _integer(1, MAX_CHOICES),
     "stream_options": _STREAM_OPTIONS,
     "return_token_ids": _BOOLEAN,
@@ -251,9 +293,15 @@ RESPONSES = Table(
             "type": "object",
             "properties": {
                 "format": {
-                    "type": ["object", "null"],
-                    "properties": {"type": {"enum": ["text"]}},
-                    "required": ["type"],
+                    "anyOf": [
+                        _FORMAT["anyOf"][0],
+                        {
+                            **_SCHEMA,
+                            "required": ["type", "schema"],
+                            "properties": {"type": {"enum": ["json_schema"]}, **_SCHEMA["properties"]},
+                        },
+                        {"type": "null"},
+                    ]
                 },
                 "verbosity": {"enum": ["medium", None]},
             },

@@ -6,12 +6,16 @@ import sys
 from tests.unit import source_tree
 
 VALUE_MODULES = {
-    "engine.params",
+    "engine.grammar_spec",
+    "engine.json_schema",
     "engine.layout",
+    "engine.params",
+    "engine.vocabulary",
     "kv_transfer.ids",
     "kv_transfer.messages",
 }
 NODE_SIDE = {
+    "wire/arrivals.py",
     "wire/intake.py",
     "wire/node_app.py",
     "wire/peering.py",

@@ -191,12 +191,9 @@ def test_messages_reach_the_template_as_plain_text() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("response_format", {"type": "json_object"}),
-        ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}),
         ("functions", [{}]),
         ("modalities", ["audio"]),
         ("reasoning_effort", "high"),
-        ("guided_json", {}),
         ("echo", True),
     ],
 )
@@ -204,7 +201,7 @@ def test_what_is_not_served_is_refused_by_name(field: str, value: Any) -> None:
     assert chat_error(**{field: value}) == (field, f"{field} is not supported")
 
 
-@pytest.mark.parametrize("field", ["suffix", "use_beam_search", "response_format"])
+@pytest.mark.parametrize("field", ["suffix", "use_beam_search"])
 def test_completions_refuse_what_they_do_not_serve(field: str) -> None:
     assert completion_error(**{field: 7}) == (field, f"{field} is not supported")
 
