@@ -20,9 +20,9 @@ from engine.grammar import Grammars
 from engine.grammar_compiler import XGrammars
 from engine.kv_cache import KvCache
 from engine.layout import PoolSpec, build_layout
-from engine.loaders import LoadedModel, load_model
-from engine.loaders.vocabulary import read_vocabulary
-from engine.models.config import UnsupportedModel
+from engine.loaders import Checkpoint, LoadedModel, load_model, open_checkpoint
+from engine.loaders.vocabulary import vocabulary_of
+from engine.models.config import ModelConfig, UnsupportedModel
 from engine.pool import PagePool
 from engine.scheduler import SchedulerLimits
 from speculative.loop import EngineLoop
@@ -81,7 +81,8 @@ def build_engine(settings: EngineSettings, *, clock: Callable[[], float]) -> Bui
     torch.set_grad_enabled(False)
     proposer = _proposer(settings)
     policy = _policy(settings, proposer, clock)
-    loaded = load_model(settings.model, dtype=settings.dtype, device=_device(settings.device))
+    checkpoint = open_checkpoint(Path(settings.model))
+    loaded = load_model(checkpoint, dtype=settings.dtype, device=_device(settings.device))
     config = loaded.config
     max_model_len = settings.max_model_len or config.max_model_len
     if max_model_len > config.max_model_len:
@@ -123,19 +124,19 @@ def build_engine(settings: EngineSettings, *, clock: Callable[[], float]) -> Bui
         draft=proposer.needs.draft,
         draft_weights=proposer.needs.draft_weights,
     )
-    return BuiltEngine(loop=loop, facts=facts, grammars=_grammars(settings, loaded))
+    return BuiltEngine(loop=loop, facts=facts, grammars=_grammars(checkpoint, loaded.config))
 
 
-def _grammars(settings: EngineSettings, loaded: LoadedModel) -> Grammars | None:
+def _grammars(checkpoint: Checkpoint, config: ModelConfig) -> Grammars | None:
     try:
-        vocabulary = read_vocabulary(Path(settings.model))
+        vocabulary = vocabulary_of(checkpoint)
     except UnsupportedModel as error:
         logger.warning("outputs cannot be constrained by a grammar: %s", error)
         return None
     return XGrammars(
         vocabulary,
-        vocab_size=loaded.config.vocab_size,
-        eos_token_ids=loaded.config.eos_token_ids,
+        vocab_size=config.vocab_size,
+        eos_token_ids=config.eos_token_ids,
         executor=ThreadPoolExecutor(max_workers=_GRAMMAR_THREADS, thread_name_prefix="grammar"),
     )
 

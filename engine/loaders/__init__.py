@@ -1,5 +1,5 @@
 """Checkpoints on disk to models in memory."""
 
-from engine.loaders.load import LoadedModel, load_model
+from engine.loaders.load import Checkpoint, LoadedModel, load_model, open_checkpoint
 
-__all__ = ["LoadedModel", "load_model"]
+__all__ = ["Checkpoint", "LoadedModel", "load_model", "open_checkpoint"]

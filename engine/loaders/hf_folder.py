@@ -21,12 +21,12 @@ class HfFolder:
     """One folder, files opened once. Tensors alias the mapped files: they are read-only."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._files = {name: safe_open(name, framework="pt") for name in self._shards()}
         self._where = {key: name for name, file in self._files.items() for key in file.keys()}  # noqa: SIM118
 
     def config(self) -> ModelConfig:
-        return read_config(self._path)
+        return read_config(self.path)
 
     def names(self) -> frozenset[str]:
         return frozenset(self._where)
@@ -36,12 +36,12 @@ class HfFolder:
         return tensor
 
     def _shards(self) -> list[Path]:
-        index = self._path / _INDEX
+        index = self.path / _INDEX
         if index.is_file():
             weight_map: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
-            shards = [self._path / name for name in sorted(set(weight_map.values()))]
+            shards = [self.path / name for name in sorted(set(weight_map.values()))]
         else:
-            shards = [self._path / _SINGLE]
+            shards = [self.path / _SINGLE]
         for shard in shards:
             if not shard.is_file():
                 raise UnsupportedModel(f"model folder lacks the safetensors file {shard}")

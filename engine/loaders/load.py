@@ -16,6 +16,8 @@ from engine.models.config import ModelConfig, UnsupportedModel
 from engine.models.llama import LlamaModel
 from engine.pool import TORCH_DTYPES
 
+Checkpoint = HfFolder | GgufFile
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
@@ -27,23 +29,23 @@ class LoadedModel:
 
 
 def load_model(
-    path: str | Path, *, dtype: str, device: torch.device | str, pool_name: str = "target"
+    checkpoint: str | Path | Checkpoint, *, dtype: str, device: torch.device | str, pool_name: str = "target"
 ) -> LoadedModel:
-    """Load a Hugging Face folder or a `.gguf` file.
+    """Load a Hugging Face folder or a `.gguf` file, given by its path or opened already.
 
     dtype: "auto", "float32", "bfloat16" or "float16". pool_name: whose KV regions the model uses.
     Raises UnsupportedModel naming what cannot be run.
     """
     place = torch.device(device)
     torch_dtype = resolve_dtype(dtype, place)
-    source = open_checkpoint(Path(path))
+    source = open_checkpoint(Path(checkpoint)) if isinstance(checkpoint, str | Path) else checkpoint
     config = source.config()
     weights = assemble(source, config, dtype=torch_dtype, device=place)
     model = LlamaModel(config, weights, attention=TorchAttention(), pool_name=pool_name)
     return LoadedModel(model=model, config=config, weights_fingerprint=fingerprint(weights))
 
 
-def open_checkpoint(path: Path) -> HfFolder | GgufFile:
+def open_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint at `path`, nothing but its headers read yet."""
     if path.is_dir():
         return HfFolder(path)

@@ -10,6 +10,7 @@ from pathlib import Path
 import tokenizers
 
 from engine.loaders.gguf_file import GgufFile
+from engine.loaders.hf_folder import HfFolder
 from engine.models.config import UnsupportedModel
 from engine.vocabulary import Vocabulary, is_byte_level, piece_bytes
 
@@ -17,12 +18,15 @@ _GGUF_BYTE_LEVEL = {"gpt2": True, "llama": False}
 _GGUF_NO_TEXT = {2, 3, 5}  # unknown, control, unused
 
 
-def read_vocabulary(path: Path) -> Vocabulary:
+def vocabulary_of(checkpoint: HfFolder | GgufFile) -> Vocabulary:
     """Raises UnsupportedModel when the checkpoint has no vocabulary that is understood."""
-    return _of_folder(path) if path.is_dir() else _of_gguf(GgufFile(path))
+    if isinstance(checkpoint, HfFolder):
+        return folder_vocabulary(checkpoint.path)
+    return gguf_vocabulary(checkpoint)
 
 
-def _of_folder(path: Path) -> Vocabulary:
+def folder_vocabulary(path: Path) -> Vocabulary:
+    """Raises UnsupportedModel when there is no tokenizer.json."""
     file = path / "tokenizer.json"
     if not file.is_file():
         raise UnsupportedModel(f"model folder lacks {file}")
@@ -37,7 +41,8 @@ def _of_folder(path: Path) -> Vocabulary:
     return Vocabulary(tuple(texts))
 
 
-def _of_gguf(file: GgufFile) -> Vocabulary:
+def gguf_vocabulary(file: GgufFile) -> Vocabulary:
+    """Raises UnsupportedModel for a kind of tokenizer that is not understood."""
     kind = str(file.field("tokenizer.ggml.model"))
     if kind not in _GGUF_BYTE_LEVEL:
         raise UnsupportedModel(

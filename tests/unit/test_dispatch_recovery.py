@@ -14,8 +14,20 @@ from router.errors import (
     RequestRefused,
     RouterError,
 )
+from router.requests import Constraint
 from tests.fakes_nodes import Cluster, FakeNode, Reader, a_request, cluster, reading, settle, virtual
-from wire.work import Event, Failed, NodeRef, Preempted, PromptInfo, Rejected, TransferId
+from wire.work import (
+    BAD_GRAMMAR,
+    Event,
+    Failed,
+    GrammarSpec,
+    NodeRef,
+    Preempted,
+    PromptInfo,
+    Rejected,
+    Tokens,
+    TransferId,
+)
 
 
 def _tid(attempt: int) -> TransferId:
@@ -225,6 +237,33 @@ async def test_when_every_attempt_fails_the_last_reason_is_told() -> None:
         assert made.counted("redispatches_total{cause=failed}") == 2.0
         assert made.counted("requests_total{outcome=attempts_exhausted}") == 1.0
         assert made.dispatcher.num_in_flight == 0
+
+
+@virtual
+async def test_a_refused_grammar_is_told_under_the_name_its_field_has_for_the_user() -> None:
+    constraint = Constraint(spec=GrammarSpec(kind="regex", value="[a"), field="guided_regex")
+    async with cluster("p1 d1") as made, reading(made, a_request(constraint=constraint)) as reader:
+        assert [submit.grammar for submit in made["p1"].submits] == ['{"kind": "regex", "value": "[a"}']
+        reason = "grammar: regex cannot be used: Unclosed '['"
+        made["p1"].emit(Rejected(tid=_tid(1), code=BAD_GRAMMAR, retryable=False, reason=reason))
+        await settle()
+        assert isinstance(reader.error, RequestRefused)
+        assert (reader.error.param, reader.error.code) == ("guided_regex", "bad_grammar")
+        assert reader.error.message == "guided_regex cannot be used: regex cannot be used: Unclosed '['"
+        assert made.dispatcher.num_in_flight == 0
+
+
+@virtual
+async def test_the_next_attempt_has_the_same_grammar_and_what_was_delivered() -> None:
+    constraint = Constraint(spec=GrammarSpec(kind="choice", choices=("a", "b")), field="guided_choice")
+    async with cluster("p1 d1") as made, reading(made, a_request(1, 2, constraint=constraint)):
+        made["p1"].emit(Tokens(tid=_tid(1), first_index=0, ids=(7,)))
+        await settle()
+        made["d1"].emit(Preempted(tid=_tid(1), next_index=1))
+        await asyncio.sleep(1.0)
+        first, second = made["d1"].submits
+        assert second.grammar == first.grammar == constraint.spec.to_text()
+        assert (second.prompt_ids, second.num_prompt_tokens) == ((1, 2, 7), 2)
 
 
 @virtual

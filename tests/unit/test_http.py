@@ -53,6 +53,29 @@ def events(response: httpx.Response) -> list[Any]:
     return [json.loads(entry) for entry in data]
 
 
+async def test_a_form_that_cannot_be_is_refused_before_any_node_hears_of_it() -> None:
+    dispatcher = answering()
+    schema = {"type": "string", "not": {"const": "a"}}
+    body = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+    for path, base in (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)):
+        response = await post(dispatcher, path, {**base, **body})
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "response_format.json_schema.schema"
+        assert "must not use 'not'" in response.json()["error"]["message"]
+    assert dispatcher.requests == []
+
+
+async def test_a_form_goes_along_with_every_choice() -> None:
+    dispatcher = answering()
+    body = {**CHAT, "n": 2, "ignore_eos": True, "response_format": {"type": "json_object"}}
+    assert (await post(dispatcher, "/v1/chat/completions", body)).status_code == 200
+    assert [request.constraint.field for request in dispatcher.requests if request.constraint] == [
+        "response_format",
+        "response_format",
+    ]
+    assert all(EOS in request.sampling.stop_token_ids for request in dispatcher.requests)
+
+
 async def test_a_chat_answer_has_text_reason_usage_and_where_it_came_from() -> None:
     response = await post(answering(rounds=(1, 3)), "/v1/chat/completions", CHAT)
     body = response.json()

@@ -60,6 +60,49 @@ async def ask(dispatcher: FakeDispatcher, request: pb.GenerateRequest) -> list[p
         return [response async for response in stub(opened).Generate(request)]
 
 
+@pytest.mark.parametrize(
+    ("grammar", "field", "text"),
+    [
+        ({"regex": "a+"}, "grammar.regex", '{"kind": "regex", "value": "a+"}'),
+        ({"ebnf": "root ::= x"}, "grammar.ebnf", '{"kind": "ebnf", "value": "root ::= x"}'),
+        ({"json_object": True}, "grammar.json_object", '{"kind": "json_object"}'),
+        ({"choice": {"texts": ["a"]}}, "grammar.choice", '{"kind": "choice", "value": ["a"]}'),
+        (
+            {"json_schema": {"schema": "{}", "strict": True}},
+            "grammar.json_schema",
+            '{"kind": "json_schema", "value": "{}", "strict": true}',
+        ),
+    ],
+)
+async def test_a_grammar_goes_to_the_nodes_and_ignore_eos_cannot_outlive_it(
+    grammar: dict[str, Any], field: str, text: str
+) -> None:
+    dispatcher = answering()
+    request = pb.GenerateRequest(
+        text="hi", grammar=pb.Grammar(**grammar), sampling=pb.Sampling(ignore_eos=True)
+    )
+    await ask(dispatcher, request)
+    (sent,) = dispatcher.requests
+    assert sent.constraint is not None
+    assert (sent.constraint.field, sent.constraint.spec.to_text()) == (field, text)
+    assert EOS in sent.sampling.stop_token_ids
+
+
+@pytest.mark.parametrize(
+    ("grammar", "param"),
+    [
+        ({"regex": ""}, "grammar.regex"),
+        ({"json_object": False}, "grammar.json_object"),
+        ({"json_schema": {"schema": "[]"}}, "grammar.json_schema"),
+    ],
+)
+async def test_a_grammar_that_cannot_be_is_an_invalid_argument(grammar: dict[str, Any], param: str) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await ask(answering(), pb.GenerateRequest(text="hi", grammar=pb.Grammar(**grammar)))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert trailing(caught.value)["paceline-param"] == param
+
+
 async def test_text_comes_in_deltas_and_the_last_message_ends_it() -> None:
     request = pb.GenerateRequest(request_id="mine", model="smol", text="hi")
     *deltas, last = await ask(answering(rounds=(1, 3)), request)

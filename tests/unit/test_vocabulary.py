@@ -5,7 +5,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from deploy.models import bundled
-from engine.loaders.vocabulary import read_vocabulary
+from engine.loaders import open_checkpoint
+from engine.loaders.gguf_file import GgufFile
+from engine.loaders.vocabulary import folder_vocabulary, gguf_vocabulary, vocabulary_of
 from engine.models.config import UnsupportedModel
 from tests.fallback_tokenizer import FALLBACK_BYTE, FALLBACK_PIECE, byte_fallback_backend
 from tests.tiny_models import smollm2_gguf, write_tiny_gguf
@@ -18,7 +20,7 @@ def test_a_byte_level_folder(tmp_path: Path) -> None:
     backend.add_special_tokens(["<s>"])
     backend.add_tokens(["<tool é>"])
     backend.save(str(tmp_path / "tokenizer.json"))
-    vocabulary = read_vocabulary(tmp_path)
+    vocabulary = folder_vocabulary(tmp_path)
     assert sorted(vocabulary.texts[:256]) == [bytes([byte]) for byte in range(256)]
     assert vocabulary.texts[alphabet.index("Ġ")] == b" "
     assert vocabulary.texts[256:] == (b"", "<tool é>".encode())
@@ -29,7 +31,7 @@ def test_a_byte_level_folder(tmp_path: Path) -> None:
 
 def test_a_byte_fallback_folder(tmp_path: Path) -> None:
     byte_fallback_backend().save(str(tmp_path / "tokenizer.json"))
-    texts = read_vocabulary(tmp_path).texts
+    texts = folder_vocabulary(tmp_path).texts
     assert texts[:FALLBACK_BYTE] == (b"",) * 3
     assert texts[FALLBACK_BYTE:FALLBACK_PIECE] == tuple(bytes([byte]) for byte in range(256))
     assert texts[FALLBACK_PIECE:] == tuple(
@@ -38,7 +40,7 @@ def test_a_byte_fallback_folder(tmp_path: Path) -> None:
 
 
 def test_a_gguf_file(tmp_path: Path) -> None:
-    texts = read_vocabulary(write_tiny_gguf(tmp_path / "tiny.gguf", with_tokenizer=True)).texts
+    texts = gguf_vocabulary(GgufFile(write_tiny_gguf(tmp_path / "tiny.gguf", with_tokenizer=True))).texts
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     assert len(texts) == 256
     assert texts[:3] == (b"", b"", b"")
@@ -48,15 +50,15 @@ def test_a_gguf_file(tmp_path: Path) -> None:
 
 def test_a_checkpoint_without_a_vocabulary_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=r"lacks .*tokenizer\.json"):
-        read_vocabulary(tmp_path)
+        folder_vocabulary(tmp_path)
     with pytest.raises(UnsupportedModel, match=r"tokenizer\.ggml\.model must be one of"):
-        read_vocabulary(write_tiny_gguf(tmp_path / "tiny.gguf"))
+        gguf_vocabulary(GgufFile(write_tiny_gguf(tmp_path / "tiny.gguf")))
 
 
 @pytest.mark.model
 def test_smollm2_reads_alike_as_gguf_and_as_the_folder_made_of_it() -> None:
-    texts = read_vocabulary(bundled()).texts
-    assert read_vocabulary(smollm2_gguf()).texts == texts
+    texts = vocabulary_of(open_checkpoint(bundled())).texts
+    assert vocabulary_of(open_checkpoint(smollm2_gguf())).texts == texts
     assert len(texts) == 49152
     assert texts[:3] == (b"", b"", b"")
     assert texts.count(b"") == 17
