@@ -83,11 +83,13 @@ class DflashNetwork:
             hiddens = [hidden_TE[rows_T] for hidden_TE in hiddens]
         return torch.cat(hiddens, dim=1)
 
+    def context(self, features_TX: torch.Tensor) -> torch.Tensor:
+        """What every layer projects its context KV from, `[T, E]`."""
+        return rms_norm(F.linear(features_TX, self._fc_EX), self._hidden_norm_E, self._config.rms_norm_eps)
+
     def context_kv(self, features_TX: torch.Tensor, positions: Sequence[int]) -> list[torch.Tensor]:
         """K and V of context tokens in each layer, `[T, 2, K, D]`."""
-        context_TE = rms_norm(
-            F.linear(features_TX, self._fc_EX), self._hidden_norm_E, self._config.rms_norm_eps
-        )
+        context_TE = self.context(features_TX)
         rotation = self._rope.rows(self._ids(positions))
         return [_context_kv(layer, context_TE, rotation) for layer in self._layers]
 

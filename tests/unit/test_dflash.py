@@ -1,5 +1,6 @@
 """The block drafter on its own: the worked examples of the reference."""
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,6 +15,7 @@ from engine.layout import PoolSpec, build_layout
 from engine.models.config import ModelConfig
 from engine.pool import PagePool
 from speculative.accept import walk
+from speculative.accept_rules import block_verification, chain_rejection
 from speculative.dflash import DflashConfig, DflashProposer
 from speculative.drafts.dflash_config import default_target_layers
 from speculative.proposer import Advance, Proposal
@@ -21,6 +23,7 @@ from speculative.tree import build
 from tests.engines import make_request, tiny_model
 from tests.tiny_block_drafts import (
     LAYER_CONFIG,
+    dflash,
     dflash_tensors,
     pool_for_drafts,
     save_draft,
@@ -159,6 +162,9 @@ def near(values: list[float]) -> Any:
 
 def test_dflash_g3_two_rounds_of_the_tiny_drafter() -> None:
     golden = Golden()
+    assert golden.proposer._network.context(golden.features_TX[:1])[0].tolist() == near(
+        [-2.178739, -0.907682, 0.520026, 0.824490, -0.884034, -0.297235, -0.708625, 0.327080]
+    )
     golden.observe(0, 4, 3)
     row1 = golden.hidden(golden.block(4, 3))[1]
     assert row1[:4].tolist() == near([0.595317, -0.668416, -2.297618, -0.802985])
@@ -221,6 +227,20 @@ def test_dflash_g3_g10_blocks_of_one_forward_see_their_own_context_and_rows_alon
     assert torch.allclose(torch.cat(together), packed, atol=1e-6)
 
 
+@pytest.mark.parametrize(("anchor", "root"), [(1, 11), (3, 13)])
+def test_dflash_g10_a_block_reads_its_anchor_and_masks_and_drafts_the_tokens_after_it(
+    anchor: int, root: int
+) -> None:
+    """Inputs [11, M, M] at 1 and [13, M, M] at 3; rows 1 and 2 are drafts (weights [0, 1, 1])."""
+    config = zlab_config(block_size=3, dflash_config={"target_layer_ids": [0, 1], "mask_token_id": 99})
+    proposer = DflashProposer(DflashConfig(draft=str(save_draft(config, dflash_tensors()))))
+    request = make_request("r", list(range(10, 10 + anchor)))
+    request.tokens.append(root)
+    request.num_committed = anchor
+    block = proposer._block(request, 2)
+    assert (list(block.token_ids), list(block.logit_rows)) == ([root, 99, 99], [1, 2])
+
+
 @pytest.mark.parametrize(("anchor", "context"), [(1, 1), (3, 3)])
 def test_dflash_g10_a_block_sees_context_before_its_anchor_and_all_its_rows(
     anchor: int, context: int
@@ -255,6 +275,99 @@ def test_dflash_g4_the_longest_matching_run_stands() -> None:
     assert [outcome.num_correct_drafts for outcome in outcomes] == [2, 0, 3, 1]
     assert [outcome.token_ids for outcome in outcomes] == [(11, 12, 99), (77,), (31, 32, 33, 34), (41, 88)]
     assert [outcome.nodes for outcome in outcomes] == [(0, 1, 2), (0,), (0, 1, 2, 3), (0, 1)]
+    assert [outcome.num_advanced for outcome in outcomes] == [3, 1, 4, 2]
+    committed = zip((5, 8, 100, 3), outcomes, strict=True)
+    assert [before + outcome.num_advanced for before, outcome in committed] == [8, 9, 104, 5]
+    kept = [[int(row in outcome.nodes) for row in range(4)] for outcome in outcomes]
+    assert kept == [[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 0, 0]]
+
+
+# ---- G5, G6: rejection and block verification
+
+G5_P = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.2, 0.2, 0.6]], dtype=torch.float64)
+G5_Q = torch.tensor([[0.7, 0.2, 0.1], [0.2, 0.3, 0.5]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("is_one_hot", "drafts", "coins", "final", "accepted", "bonus"),
+    [
+        (True, [0, 1], [0.4, 0.7], 0.3, 1, 2),
+        (True, [0, 1], [0.49, 0.59], 0.85, 2, 2),
+        (False, [0, 2], [0.6, 0.5], 0.5, 2, 2),
+        (False, [0, 2], [0.8, 0.5], 0.5, 0, 2),
+        (False, [0, 2], [0.715, 0.5], 0.5, 0, 2),  # the first coin's threshold is .5 / .7 = .714
+        (False, [0, 2], [0.713, 0.5], 0.5, 2, 2),
+    ],
+)
+def test_dflash_g5_rejection_with_one_hot_and_dense_drafts(
+    is_one_hot: bool, drafts: list[int], coins: list[float], final: float, accepted: int, bonus: int
+) -> None:
+    q_KV = torch.nn.functional.one_hot(torch.tensor(drafts), 3).double() if is_one_hot else G5_Q
+    outcome = chain_rejection(drafts, G5_P, q_KV, coins=coins, final_coin=final)
+    assert outcome.num_correct_drafts == accepted
+    assert outcome.token_ids == (*drafts[:accepted], bonus)
+
+
+@pytest.mark.parametrize(
+    ("is_one_hot", "drafts", "coins", "residual"),
+    [(True, [0, 1], [0.4, 0.7], [0.25, 0.0, 0.75]), (False, [0, 2], [0.8, 0.5], [0.0, 0.5, 0.5])],
+)
+def test_dflash_g5_the_last_token_has_the_law_of_the_residual(
+    is_one_hot: bool, drafts: list[int], coins: list[float], residual: list[float]
+) -> None:
+    q_KV = torch.nn.functional.one_hot(torch.tensor(drafts), 3).double() if is_one_hot else G5_Q
+    drawn = [
+        chain_rejection(drafts, G5_P, q_KV, coins=coins, final_coin=(step + 0.5) / 100).token_ids[-1]
+        for step in range(100)
+    ]
+    assert [drawn.count(token_id) / 100 for token_id in range(3)] == residual
+
+
+def test_dflash_g5_the_first_token_has_the_targets_law_and_stands_with_one_minus_the_distance() -> None:
+    law, stands, steps = torch.zeros(3, dtype=torch.float64), 0.0, 200
+    for draft, q in enumerate(G5_Q[0].tolist()):
+        for step in range(steps):
+            for final in (0.25, 0.75):  # the only residual, [0, .5, .5], has its border between them
+                outcome = chain_rejection(
+                    [draft], G5_P[[0, 2]], G5_Q[:1], coins=[(step + 0.5) / steps], final_coin=final
+                )
+                law[outcome.token_ids[0]] += q / steps / 2
+                stands += outcome.num_correct_drafts * q / steps / 2
+    assert law.tolist() == pytest.approx([0.5, 0.3, 0.2], abs=1 / steps)
+    assert stands == pytest.approx(0.8, abs=1 / steps)
+
+
+def test_dflash_g6_a_block_is_accepted_as_far_as_it_holds() -> None:
+    """r = [.714286, .428571], h = [.310345, .428571]: coins [.3, .5] accept one draft, and then token 1."""
+    for final in (0.0, 0.5, 0.99):
+        outcome = block_verification([0, 2], G5_P, G5_Q, coins=[0.3, 0.5], final_coin=final)
+        assert outcome.token_ids == (0, 1)
+    lengths = [
+        block_verification([0, 2], G5_P, G5_Q, coins=coins, final_coin=0.5).num_correct_drafts
+        for coins in ([0.3103, 0.9], [0.3104, 0.9], [0.9, 0.42857], [0.9, 0.42858])
+    ]
+    assert lengths == [1, 0, 2, 0]
+
+
+def test_dflash_g6_blocks_accept_more_and_follow_the_joint_law() -> None:
+    """Expected drafts that stand: 1.36 token by token, 1.42 as a block."""
+    steps, means = 25, {}
+    grid = [(step + 0.5) / steps for step in range(steps)]
+    for rule in (chain_rejection, block_verification):
+        mean, joint = 0.0, torch.zeros(3, 3, dtype=torch.float64)
+        for drafts in itertools.product(range(3), repeat=2):
+            weight = float(G5_Q[0, drafts[0]] * G5_Q[1, drafts[1]]) / steps**2
+            for number, coins in enumerate(itertools.product(grid, repeat=2)):
+                final = (number * 0.618034) % 1.0  # spread evenly over the coins
+                outcome = rule(drafts, G5_P, G5_Q, coins=coins, final_coin=final)
+                mean += weight * outcome.num_correct_drafts
+                if len(outcome.token_ids) > 1:
+                    joint[outcome.token_ids[:2]] += weight
+                else:  # the next round draws the second token from p
+                    joint[outcome.token_ids[0]] += weight * G5_P[1]
+        means[rule.__name__] = mean
+        assert joint.flatten().tolist() == pytest.approx(torch.outer(G5_P[0], G5_P[1]).flatten(), abs=0.015)
+    assert means == pytest.approx({"chain_rejection": 1.36, "block_verification": 1.42}, abs=0.02)
 
 
 def kv_bytes(*shapes: tuple[int, int, int]) -> int:
@@ -269,4 +382,6 @@ def kv_bytes(*shapes: tuple[int, int, int]) -> int:
 def test_dflash_g13_bytes_per_token_of_target_and_draft() -> None:
     assert [kv_bytes((36, 8, 128)), kv_bytes((5, 8, 128))] == [147456, 20480]
     assert [kv_bytes((30, 3, 64)), kv_bytes((2, 3, 64)), kv_bytes((5, 3, 64))] == [23040, 1536, 3840]
-    assert kv_bytes((30, 3, 64), (2, 3, 64)) == 23040 + 1536
+    assert [kv_bytes((36, 8, 128), (5, 8, 128)), kv_bytes((30, 3, 64), (2, 3, 64))] == [167936, 24576]
+    # Qwen3-4B has Qwen3-8B's numbers. Shipping features or what they project to (B, C) is not our way: KV is.
+    assert dflash("zlab").needs.handoff == ()

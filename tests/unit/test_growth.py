@@ -100,7 +100,7 @@ def test_eagle_g3_one_step_is_a_star() -> None:
     assert tree.positions(2) == (2, 3, 3, 3)
 
 
-def test_certain_and_impossible_ties_keep_every_ancestor() -> None:
+def test_ancestor_closure_under_certain_and_impossible_ties() -> None:
     """The digest's orphan: scores [1, 0, 1, 0, 0, 0, 1, 0, 0, 0], five nodes."""
     growth = Growth(floats([[1.0, 0.0]]), ids([[1, 2]]))
     growth.expand(floats([[[1.0, 0.0], [1.0, 0.0]]]), ids([[[1, 2], [1, 2]]]))
