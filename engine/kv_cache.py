@@ -69,10 +69,14 @@ class KvCache:
         if missing > 0:
             request.pages += self._take(missing, Owner.REQUEST, request.key)
 
+    def num_final(self, request: Request) -> int:
+        """Committed slots that nothing will write again: all their contents depend on is known."""
+        return max(0, min(request.num_committed, len(request.tokens) - self._lookahead))
+
     def publish(self, request: Request) -> None:
         """Hand the request's full committed pages to the prefix cache; it goes on using them."""
         size = self.page_size
-        num_final = min(request.num_committed, len(request.tokens) - self._lookahead)
+        num_final = self.num_final(request)
         while (request.num_published_pages + 1) * size <= num_final:
             index = request.num_published_pages
             tokens = request.tokens[index * size : (index + 1) * size + self._lookahead]

@@ -295,9 +295,10 @@ class PrefillLoop:
         self._do(self._transfers.finished_early(tid, now=self._now))
 
     def _computed(self, request: Request, handoff: Handoff | None) -> list[PrefillAction]:
+        """A page leaves once it is final; at the end of the prompt nothing of it is written here again."""
         return self._transfers.computed(
             tid_of(request),
-            num_tokens=request.num_committed,
+            num_tokens=self._engine.cache.num_final(request) if handoff is None else request.num_committed,
             pages=tuple(request.pages),
             event=Completed(),
             now=self._now,

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +14,8 @@ from engine.batch import ForwardBatch, ForwardOutput, Span
 from engine.layout import PoolSpec, build_layout
 from engine.models.config import ModelConfig
 from engine.pool import PagePool
-from speculative.accept import walk
-from speculative.accept_rules import block_verification, chain_rejection
+from speculative.accept import Acceptance, walk
+from speculative.accept_rules import BLOCK, TOKEN_WISE, ChainRule, DrawnChain, verify_chain
 from speculative.dflash import DflashConfig, DflashProposer
 from speculative.drafts.dflash_config import default_target_layers
 from speculative.proposer import Advance, Proposal
@@ -288,6 +288,18 @@ G5_P = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.2, 0.2, 0.6]], dtype=t
 G5_Q = torch.tensor([[0.7, 0.2, 0.1], [0.2, 0.3, 0.5]], dtype=torch.float64)
 
 
+def verified(
+    rule: ChainRule,
+    drafts: Sequence[int],
+    *,
+    coins: Sequence[float],
+    final: float,
+    q_KV: torch.Tensor = G5_Q,
+    p_NV: torch.Tensor = G5_P,
+) -> Acceptance:
+    return verify_chain(rule, drafts, p_NV=p_NV, q_KV=q_KV, coins=coins, final_coin=final)
+
+
 @pytest.mark.parametrize(
     ("is_one_hot", "drafts", "coins", "final", "accepted", "bonus"),
     [
@@ -303,7 +315,7 @@ def test_dflash_g5_rejection_with_one_hot_and_dense_drafts(
     is_one_hot: bool, drafts: list[int], coins: list[float], final: float, accepted: int, bonus: int
 ) -> None:
     q_KV = torch.nn.functional.one_hot(torch.tensor(drafts), 3).double() if is_one_hot else G5_Q
-    outcome = chain_rejection(drafts, G5_P, q_KV, coins=coins, final_coin=final)
+    outcome = verified(TOKEN_WISE, drafts, q_KV=q_KV, coins=coins, final=final)
     assert outcome.num_correct_drafts == accepted
     assert outcome.token_ids == (*drafts[:accepted], bonus)
 
@@ -317,7 +329,7 @@ def test_dflash_g5_the_last_token_has_the_law_of_the_residual(
 ) -> None:
     q_KV = torch.nn.functional.one_hot(torch.tensor(drafts), 3).double() if is_one_hot else G5_Q
     drawn = [
-        chain_rejection(drafts, G5_P, q_KV, coins=coins, final_coin=(step + 0.5) / 100).token_ids[-1]
+        verified(TOKEN_WISE, drafts, q_KV=q_KV, coins=coins, final=(step + 0.5) / 100).token_ids[-1]
         for step in range(100)
     ]
     assert [drawn.count(token_id) / 100 for token_id in range(3)] == residual
@@ -328,8 +340,13 @@ def test_dflash_g5_the_first_token_has_the_targets_law_and_stands_with_one_minus
     for draft, q in enumerate(G5_Q[0].tolist()):
         for step in range(steps):
             for final in (0.25, 0.75):  # the only residual, [0, .5, .5], has its border between them
-                outcome = chain_rejection(
-                    [draft], G5_P[[0, 2]], G5_Q[:1], coins=[(step + 0.5) / steps], final_coin=final
+                outcome = verified(
+                    TOKEN_WISE,
+                    [draft],
+                    p_NV=G5_P[[0, 2]],
+                    q_KV=G5_Q[:1],
+                    coins=[(step + 0.5) / steps],
+                    final=final,
                 )
                 law[outcome.token_ids[0]] += q / steps / 2
                 stands += outcome.num_correct_drafts * q / steps / 2
@@ -339,11 +356,13 @@ def test_dflash_g5_the_first_token_has_the_targets_law_and_stands_with_one_minus
 
 def test_dflash_g6_a_block_is_accepted_as_far_as_it_holds() -> None:
     """r = [.714286, .428571], h = [.310345, .428571]: coins [.3, .5] accept one draft, and then token 1."""
+    chain = DrawnChain(p_K=(0.5, 0.3), q_K=(0.7, 0.5), coins_K=(0.3, 0.5))
+    assert BLOCK.scales(chain) == pytest.approx([0.714286, 0.428571], abs=1e-6)
     for final in (0.0, 0.5, 0.99):
-        outcome = block_verification([0, 2], G5_P, G5_Q, coins=[0.3, 0.5], final_coin=final)
+        outcome = verified(BLOCK, [0, 2], coins=[0.3, 0.5], final=final)
         assert outcome.token_ids == (0, 1)
     lengths = [
-        block_verification([0, 2], G5_P, G5_Q, coins=coins, final_coin=0.5).num_correct_drafts
+        verified(BLOCK, [0, 2], coins=coins, final=0.5).num_correct_drafts
         for coins in ([0.3103, 0.9], [0.3104, 0.9], [0.9, 0.42857], [0.9, 0.42858])
     ]
     assert lengths == [1, 0, 2, 0]
@@ -353,21 +372,21 @@ def test_dflash_g6_blocks_accept_more_and_follow_the_joint_law() -> None:
     """Expected drafts that stand: 1.36 token by token, 1.42 as a block."""
     steps, means = 25, {}
     grid = [(step + 0.5) / steps for step in range(steps)]
-    for rule in (chain_rejection, block_verification):
+    for name, rule in (("token-wise", TOKEN_WISE), ("block", BLOCK)):
         mean, joint = 0.0, torch.zeros(3, 3, dtype=torch.float64)
         for drafts in itertools.product(range(3), repeat=2):
             weight = float(G5_Q[0, drafts[0]] * G5_Q[1, drafts[1]]) / steps**2
             for number, coins in enumerate(itertools.product(grid, repeat=2)):
                 final = (number * 0.618034) % 1.0  # spread evenly over the coins
-                outcome = rule(drafts, G5_P, G5_Q, coins=coins, final_coin=final)
+                outcome = verified(rule, drafts, coins=coins, final=final)
                 mean += weight * outcome.num_correct_drafts
                 if len(outcome.token_ids) > 1:
                     joint[outcome.token_ids[:2]] += weight
                 else:  # the next round draws the second token from p
                     joint[outcome.token_ids[0]] += weight * G5_P[1]
-        means[rule.__name__] = mean
+        means[name] = mean
         assert joint.flatten().tolist() == pytest.approx(torch.outer(G5_P[0], G5_P[1]).flatten(), abs=0.015)
-    assert means == pytest.approx({"chain_rejection": 1.36, "block_verification": 1.42}, abs=0.02)
+    assert means == pytest.approx({"token-wise": 1.36, "block": 1.42}, abs=0.02)
 
 
 def kv_bytes(*shapes: tuple[int, int, int]) -> int:

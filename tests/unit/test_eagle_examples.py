@@ -371,7 +371,9 @@ def test_eagle_g8_later_modules_read_the_drafts_of_the_earlier_ones() -> None:
     """Rotate [11, 12, 13]: +50 -> [12, 13, 50]; +51 -> [13, 50, 51]. The digest pads a fourth, unused row."""
     request = make_request("r", [1])
     request.pages = [0]
-    window = _Window(request=request, start=0, hidden_NE=torch.zeros(3, 8), tokens=[10, 11, 12, 13])
+    window = _Window(
+        request=request, start=0, hidden_NE=torch.zeros(3, 8), tokens=[10, 11, 12, 13], is_prompt=False
+    )
     found = [list(window.span(0).token_ids)]
     for module, drafted in enumerate((50, 51), start=1):
         window.tokens.append(drafted)
