@@ -10,6 +10,7 @@ from starlette.types import ASGIApp
 from router.api_keys import ApiKeys, single_entry
 from router.errors import RouterError
 from router.front_door import FrontDoor
+from router.generation import Generates
 from router.http import HttpFrontEnd, HttpOptions
 from router.openai.answers import Answers
 from router.planning import Planner
@@ -197,32 +198,33 @@ def one_key(key: str) -> ApiKeys:
     return ApiKeys(single_entry(key), clock=lambda: 0.0)
 
 
-def front_door(dispatcher: FakeDispatcher, text: ModelText) -> FrontDoor:
+def front_door(dispatcher: Generates, text: ModelText, *, node: NodeRecord | None = None) -> FrontDoor:
     seeds = iter(range(1000, 10**6))
     return FrontDoor(
         dispatcher,
         text=text,
-        served=ServedModel(alias="", folder_name="x", text=text, nodes=FakeRecords((record(),))),
+        served=ServedModel(alias="", folder_name="x", text=text, nodes=FakeRecords((node or record(),))),
         planner=Planner(mint_seed=lambda: next(seeds)),
         clock=lambda: 0.0,
     )
 
 
-def http_app(dispatcher: FakeDispatcher, text: ModelText, **options: Any) -> ASGIApp:
-    """The HTTP application on a fake dispatcher."""
+def http_app(dispatcher: Generates, text: ModelText, **options: Any) -> ASGIApp:
+    """The HTTP application on a dispatcher; `node` is what its registry knows."""
     ids = iter(range(10**6))
     return http_front(dispatcher, text, **options).app(lambda: f"req{next(ids)}")
 
 
 def http_front(
-    dispatcher: FakeDispatcher,
+    dispatcher: Generates,
     text: ModelText,
     *,
+    node: NodeRecord | None = None,
     operations: FakeOperations | None = None,
     keys: ApiKeys | None = None,
     answer_format: AnswerFormat = PLAIN,
 ) -> HttpFrontEnd:
-    door = front_door(dispatcher, text)
+    door = front_door(dispatcher, text, node=node)
     ids = iter(range(10**6))
     answers = Answers(
         door,

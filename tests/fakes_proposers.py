@@ -72,3 +72,14 @@ class BushyProposer:
     def forget(self, request: Request) -> None:
         self.forgotten.append(request.key)
         self.live.discard(request.key)
+
+
+class SureProposer(BushyProposer):
+    """Chains of the true continuation: every draft stands."""
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Proposal]:
+        chains = [
+            self._continuation(request, min(limit, self.needs.max_draft_tokens))
+            for request, limit in zip(requests, limits, strict=True)
+        ]
+        return [Proposal(token_ids=tuple(chain), parents=tuple(range(len(chain)))) for chain in chains]

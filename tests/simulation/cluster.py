@@ -24,6 +24,7 @@ from router.links import LinkConfig, NodeLinks
 from router.pairs import PairBook, PairConfig
 from router.requests import GenerateRequest, Outcome
 from router.stats import RouterStats
+from speculative.proposer import Proposer
 from tests.engines import VOCAB_SIZE
 from tests.node_pair import make_decode, make_prefill
 from tests.simulation.driver import SimDriver
@@ -43,6 +44,8 @@ _TICK_S = 0.001
 class SimConfig:
     """`engine` holds options of tests.engines.make_engine by node address, or by "P" and "D" for all.
 
+    `draft` makes what decode nodes draft with, in place of `algorithm` with its defaults: an algorithm that
+    needs nothing of the prefill node.
     Every message takes up to `max_delay_s`, every step that works `step_s` give or take a half.
     """
 
@@ -50,6 +53,7 @@ class SimConfig:
     num_prefill: int = 1
     num_decode: int = 1
     algorithm: str = "ngram"
+    draft: Callable[[], Proposer] | None = None
     step_s: float = 0.01
     max_delay_s: float = 0.002
     faults: Callable[[WriteHandle], Fault] = no_faults
@@ -129,7 +133,8 @@ class SimNode:
         options: dict[str, Any] = {**config.engine.get(kind, {}), **config.engine.get(self.address, {})}
         if kind == "P":
             return make_prefill(self.incarnation, fabric, **options)
-        return make_decode(self.incarnation, fabric, algorithm=config.algorithm, **options)
+        proposer = None if config.draft is None else config.draft()
+        return make_decode(self.incarnation, fabric, algorithm=config.algorithm, proposer=proposer, **options)
 
     def _record(self, role: str) -> NodeRecord:
         layout = self.core.hello().layout
