@@ -144,7 +144,9 @@ class Dispatcher:
         self._num_in_flight -= 1
         if self._num_in_flight == 0:
             self._idle.set()
-        self._stats.ended(run.ending, seconds=asyncio.get_running_loop().time() - run.started)
+        now = asyncio.get_running_loop().time()
+        self._stats.ended(run.ending, seconds=now - run.started)
+        self._stats.left(run.summary(now=now))
         self._stats.duplicates(run.merger.duplicates)
         if run.first_token_at is not None:
             self._stats.first_token(run.first_token_at - run.started)
@@ -156,7 +158,7 @@ class Dispatcher:
 
     async def _open(self, run: Run) -> Attempt:
         route, decision = await self._route(run)
-        run.num_attempts += 1
+        run.dispatch()
         self._stats.decided(self._config.policy, decision)
         return Attempt(
             run.request,

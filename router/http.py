@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from router.admin import AdminPages, Operations
 from router.api_keys import ApiKeys, User
 from router.errors import ModelNotFound, RouterError
 from router.http_edge import (
@@ -28,6 +29,7 @@ from router.http_edge import (
     request_label,
     until_disconnect,
 )
+from router.http_metrics import CountRequests
 from router.openai.answers import Answers, Origin
 from router.openai.document import Json, document
 from router.openai.exchange import Send
@@ -37,24 +39,6 @@ from router.openai.responses import read_response
 from router.openai.tokenizing import read_detokenize, read_tokenize
 from router.planning import Label
 from router.served import ServedModel
-
-_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-
-class Operations(Protocol):
-    """What operators may ask of the router."""
-
-    def report(self) -> dict[str, Any]:
-        """Pairs and nodes with their states; `ready` says whether users can be served."""
-        ...
-
-    def metrics(self) -> bytes:
-        """Prometheus text."""
-        ...
-
-    def settings(self) -> dict[str, Any]:
-        """How the router is set up; no secrets, no addresses."""
-        ...
 
 
 class Exchange(Protocol):
@@ -99,11 +83,13 @@ class HttpFrontEnd:
         self._operations = operations
         self._options = options
         self._created = created
+        self._admin = AdminPages(operations, authorise=self._user)
 
-    def app(self, new_id: Callable[[], str]) -> ASGIApp:
-        """The ASGI application."""
+    def app(self, new_id: Callable[[], str], *, has_admin: bool = True) -> ASGIApp:
+        """The ASGI application, with or without the pages for operators."""
+        routes = self.routes(has_admin=has_admin)
         app = Starlette(
-            routes=self.routes(),
+            routes=routes,
             exception_handlers={
                 RouterError: _on_router_error,
                 HTTPException: _on_http_error,
@@ -112,9 +98,9 @@ class HttpFrontEnd:
         )
         app.router.redirect_slashes = False
         # Outside of Starlette's own error handling, so that answers to our faults carry the id too.
-        return RequestIds(app, new_id)
+        return RequestIds(CountRequests(app, routes, self._operations.answered), new_id)
 
-    def routes(self) -> list[Route]:
+    def routes(self, *, has_admin: bool = True) -> list[Route]:
         """Every path that is served."""
         return [
             Route("/v1/completions", self.completions, methods=["POST"]),
@@ -124,7 +110,6 @@ class HttpFrontEnd:
             Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/v1/models", self.models),
             Route("/v1/models/{model:path}", self.model),
-            Route("/metrics", self.metrics),
             Route("/version", self.version),
             Route("/server_info", self.server_info),
             Route("/workers", self.workers),
@@ -132,6 +117,7 @@ class HttpFrontEnd:
             *(Route(path, self.live) for path in ("/live", "/livez", "/liveness")),
             *(Route(path, self.ready) for path in ("/ready", "/readyz", "/readiness")),
             *(Route(path, self.health) for path in ("/health", "/healthz")),
+            *(self._admin.routes() if has_admin else ()),
         ]
 
     async def completions(self, request: Request) -> Response:
@@ -183,9 +169,6 @@ class HttpFrontEnd:
         is_ready = self._operations.report()["ready"]
         status = "ok" if is_ready else "unavailable"
         return JsonResponse({"status": status}, status_code=200 if is_ready else 503)
-
-    async def metrics(self, _request: Request) -> Response:
-        return Response(self._operations.metrics(), media_type=_METRICS_TYPE)
 
     async def version(self, _request: Request) -> Response:
         return JsonResponse({"version": self._options.version})

@@ -5,7 +5,7 @@ Owns status codes, headers and disconnects. Must never know what a request means
 
 import logging
 import math
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Never, TypeVar
 
 import msgspec
@@ -153,6 +153,16 @@ class _Stream:
 
     async def close(self) -> None:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def by_port(apps: Mapping[int, ASGIApp], *, otherwise: ASGIApp) -> ASGIApp:
+    """Another application on some of the ports of one server."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        port = (scope.get("server") or ("", -1))[1] or -1
+        await apps.get(port, otherwise)(scope, receive, send)
+
+    return app
 
 
 class RequestIds:

@@ -16,10 +16,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
-from prometheus_client import CollectorRegistry, generate_latest
 from starlette.types import ASGIApp
 
 from router.access import Access
@@ -29,8 +28,10 @@ from router.front_door import FrontDoor
 from router.grpc_server import RouterGrpcServer
 from router.grpc_service import GenerationService
 from router.http import HttpFrontEnd, HttpOptions
+from router.http_edge import by_port
 from router.links import LinkConfig, NodeLinks, NodeSource
 from router.openai.answers import Answers
+from router.overview import Overview, RegistrySight
 from router.pairs import PairBook, PairConfig
 from router.planning import Planner
 from router.served import ServedModel
@@ -39,6 +40,7 @@ from router.text.model_text import ModelText
 from router.text.parsers.catalogue import answer_format
 from wire.channel import Connector
 from wire.grpc_client import GrpcConnector
+from wire.loop_lag import LoopLag
 from wire.registry import RedisRegistry
 from wire.registry_view import RegistryView
 from wire.security import Trust
@@ -74,14 +76,15 @@ class Listening:
     grpc_address: str
 
 
+class Nodes(NodeSource, RegistrySight, Protocol):
+    """The live view of the registry."""
+
+
 class Router:
     """One router without its listening sockets: what the simulation and tests build too."""
 
-    def __init__(
-        self, config: RouterConfig, *, connector: Connector, nodes: NodeSource, text: ModelText
-    ) -> None:
-        self._metrics = CollectorRegistry()
-        stats = RouterStats(self._metrics)
+    def __init__(self, config: RouterConfig, *, connector: Connector, nodes: Nodes, text: ModelText) -> None:
+        stats = RouterStats()
         self._links = NodeLinks(
             nodes, connector=connector, router=new_incarnation(), stats=stats, config=LinkConfig()
         )
@@ -105,6 +108,16 @@ class Router:
             template=text.template_source,
         )
         self._keys = config.access.keys(clock=time.monotonic)
+        self._lag = LoopLag()
+        self._overview = Overview(
+            work=self.dispatcher,
+            pairs=self._pairs,
+            stats=stats,
+            nodes=nodes,
+            lag=self._lag,
+            model=lambda: self._served.name,
+            settings=_shown_settings(config),
+        )
         self._config = config
 
     async def run(self) -> None:
@@ -112,34 +125,21 @@ class Router:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._links.run())
             group.create_task(self._pairs.run())
+            group.create_task(self._lag.run())
 
-    def report(self) -> dict[str, Any]:
-        """What /ready shows."""
-        report = self._pairs.report()
-        is_draining = self.dispatcher.is_draining
-        return {**report, "ready": report["ready"] and not is_draining, "draining": is_draining}
-
-    def metrics(self) -> bytes:
-        """Prometheus text."""
-        return generate_latest(self._metrics)
-
-    def settings(self) -> dict[str, Any]:
-        """What /server_info shows."""
-        return {name: value for name, value in asdict(self._config).items() if name in _SHOWN_SETTINGS}
-
-    def http(self) -> ASGIApp:
-        """The ASGI application."""
+    def http(self, *, has_admin: bool = True) -> ASGIApp:
+        """The ASGI application, with or without the pages for operators."""
         options = HttpOptions(version=_version(), max_body_bytes=self._config.max_body_bytes)
         answers = Answers(self._door, new_id=_new_id, wall_clock=time.time, answer_format=self._answer_format)
         front = HttpFrontEnd(
             answers,
             keys=self._keys,
             served=self._served,
-            operations=self,
+            operations=self._overview,
             options=options,
             created=int(time.time()),
         )
-        return front.app(_new_id)
+        return front.app(_new_id, has_admin=has_admin)
 
     def grpc(self) -> GenerationService:
         """The servicer of `Generation`."""
@@ -173,23 +173,23 @@ async def _serve(
     router: Router, config: RouterConfig, on_listening: Callable[[Listening], None] | None
 ) -> None:
     """Listen, wait for the signal, drain, stop listening."""
-    with _stop_signals() as stop, contextlib.closing(_listen(config.host, config.port)) as listener:
+    with _stop_signals() as stop, _listeners(config) as listeners:
         rpc = RouterGrpcServer(
             router.grpc(),
             f"{_bracketed(config.host)}:{config.grpc_port}",
             credentials=config.access.grpc_credentials(),
         )
         await rpc.start()
-        http = HttpServer(uvicorn_config(router.http(), config.access))
+        http = HttpServer(uvicorn_config(_app(router, config), config.access))
         listening = Listening(
-            http_url=f"{config.access.scheme}://{_shown(config.host)}:{listener.getsockname()[1]}",
+            http_url=f"{config.access.scheme}://{_shown(config.host)}:{listeners[0].getsockname()[1]}",
             grpc_address=f"{_shown(config.host)}:{rpc.port}",
         )
         logger.info("listening on %s and grpc://%s", listening.http_url, listening.grpc_address)
         if on_listening is not None:
             on_listening(listening)
         async with asyncio.TaskGroup() as group:
-            serving = group.create_task(http.serve(sockets=[listener]))
+            serving = group.create_task(http.serve(sockets=listeners))
             stopped = group.create_task(stop.wait())
             await asyncio.wait((serving, stopped), return_when=asyncio.FIRST_COMPLETED)
             await rpc.drain()
@@ -265,6 +265,22 @@ def uvicorn_config(app: ASGIApp, access: Access | None = None) -> uvicorn.Config
     )
 
 
+def _app(router: Router, config: RouterConfig) -> ASGIApp:
+    """With a port for operators, only that one has their pages."""
+    port = config.monitoring.admin_port
+    if not port:
+        return router.http()
+    return by_port({port: router.http()}, otherwise=router.http(has_admin=False))
+
+
+@contextlib.contextmanager
+def _listeners(config: RouterConfig) -> Iterator[list[socket.socket]]:
+    """The main one first."""
+    with contextlib.ExitStack() as stack:
+        ports = [config.port, *filter(None, [config.monitoring.admin_port])]
+        yield [stack.enter_context(contextlib.closing(_listen(config.host, port))) for port in ports]
+
+
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family, backlog=2048)
@@ -281,6 +297,10 @@ def _shown(host: str) -> str:
 
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
+
+
+def _shown_settings(config: RouterConfig) -> dict[str, Any]:
+    return {name: value for name, value in asdict(config).items() if name in _SHOWN_SETTINGS}
 
 
 def _folder(config: RouterConfig) -> Path:

@@ -3,11 +3,23 @@
 Plain values. Must never know text, HTTP, gRPC or which node does what.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from wire.tally import Tally
 from wire.work import GrammarSpec, SamplingParams, TokenLogprob
 
-__all__ = ["Constraint", "Delta", "GenerateRequest", "Outcome", "SamplingParams", "Timings", "TokenLogprob"]
+__all__ = [
+    "Constraint",
+    "Delta",
+    "GenerateRequest",
+    "Outcome",
+    "SamplingParams",
+    "Stage",
+    "Summary",
+    "Timings",
+    "TokenLogprob",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +74,15 @@ class Delta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """Seconds. `ttft_s` and `total_s` were measured here, the others by the nodes (0 when not told)."""
+    """Seconds. `ttft_s` and `total_s` were measured here, the others by the nodes (0 when not told).
+    `join_s`: from the dispatch until the request ran on its decode node; `decode_s`: from then on.
+    """
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
     transfer_s: float = 0.0
+    join_s: float = 0.0
+    decode_s: float = 0.0
     ttft_s: float = 0.0
     total_s: float = 0.0
 
@@ -92,3 +108,45 @@ class Outcome:
     prefill_node: str
     decode_node: str
     attempts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Part of a request's time, in seconds since its arrival. Stages may overlap."""
+
+    name: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What is remembered of a request that is over. Times are the event loop's; no text, no token ids.
+
+    `ending`: its finish reason, an error code, or "closed" when the consumer left. `acceptance[k]`: rounds
+    with drafts of which k stood. `gaps`: seconds between deliveries.
+    """
+
+    request_id: str
+    ending: str
+    started_at: float
+    ended_at: float
+    ttft_s: float | None
+    tpot_s: float | None
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_attempts: int
+    cached_tokens: int
+    drafted: int
+    accepted: int
+    acceptance: Mapping[int, int]
+    gaps: Tally
+    kv_bytes: int
+    transport: str
+    prefill_node: str
+    decode_node: str
+    stages: tuple[Stage, ...]
+
+    @property
+    def is_failure(self) -> bool:
+        return self.ending not in ("stop", "length", "closed")

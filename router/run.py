@@ -4,11 +4,15 @@ Owns the tallies that become its Outcome. Must never know links, policies or how
 """
 
 import asyncio
+from collections import Counter
+from dataclasses import replace
 
 from router.attempt import Attempt, Broken, Done, Route
 from router.merge import TokenMerger
 from router.policies import RequestFacts
-from router.requests import Delta, GenerateRequest, Outcome, Timings
+from router.requests import Delta, GenerateRequest, Outcome, Stage, Summary, Timings
+from router.stages import stages_of, unfinished_stages
+from wire.tally import TOKEN_SECONDS, Tally
 
 
 class Run:
@@ -36,6 +40,10 @@ class Run:
         self.num_preemptions = 0
         self.first_token_at: float | None = None
         self.last_token_at = now
+        self._dispatched_at = now
+        self._stages: tuple[Stage, ...] = ()
+        self._gaps = Tally(TOKEN_SECONDS)
+        self._acceptance: Counter[int] = Counter()
         self._drafted = 0
         self._accepted = 0
         self._num_steps = 0
@@ -45,12 +53,22 @@ class Run:
         self._bad_nodes: set[str] = set()
         self._bad_routes: set[tuple[str | None, str]] = set()
 
+    def dispatch(self) -> None:
+        """One more attempt begins."""
+        self.num_attempts += 1
+        self._dispatched_at = asyncio.get_running_loop().time()
+
     def deliver(self, delta: Delta) -> None:
-        self.last_token_at = asyncio.get_running_loop().time()
+        now = asyncio.get_running_loop().time()
         if self.first_token_at is None:
-            self.first_token_at = self.last_token_at
+            self.first_token_at = now
+        else:
+            self._gaps.observe(now - self.last_token_at)
+        self.last_token_at = now
         self._drafted += delta.drafted
         self._accepted += delta.accepted
+        if delta.drafted:
+            self._acceptance[delta.accepted] += 1
 
     def demerits(self, route: Route) -> int:
         """How much speaks against using this route again; 0 for one that never broke."""
@@ -79,6 +97,15 @@ class Run:
     def finish(self, done: Done, *, now: float) -> None:
         """The nodes said the request is complete."""
         word, first = done.last_word, done.prefill or done.last_word
+        prefill_s, join_s, decode_s = self._split(done, now=now)
+        self._stages = stages_of(
+            since_arrival_s=self._dispatched_at - self.started,
+            total_s=now - self.started,
+            queue_s=first.queue_s,
+            prefill_s=prefill_s,
+            transfer_s=word.transfer_s,
+            join_s=join_s,
+        )
         if word.num_steps:  # the node's own count, where it keeps one, of what we saw as rounds
             self._num_steps += word.num_steps - self._last_rounds
         self.outcome = self._outcome(
@@ -86,10 +113,50 @@ class Run:
             stop_token_id=word.stop_token_id,
             kv_bytes=word.kv_bytes,
             transport=word.transport,
-            timings=self._timings(
-                now, queue_s=first.queue_s, prefill_s=first.compute_s, transfer_s=word.transfer_s
+            timings=replace(
+                self._timings(now, queue_s=first.queue_s, prefill_s=prefill_s, transfer_s=word.transfer_s),
+                join_s=join_s,
+                decode_s=decode_s,
             ),
         )
+
+    def summary(self, *, now: float) -> Summary:
+        """What is remembered of this request once it is over."""
+        route, outcome, num_tokens = self._route, self.outcome, len(self.merger.delivered)
+        first_at = self.first_token_at
+        has_speed = first_at is not None and num_tokens > 1
+        return Summary(
+            request_id=self.request_id,
+            ending=self.ending,
+            started_at=self.started,
+            ended_at=now,
+            ttft_s=None if first_at is None else first_at - self.started,
+            tpot_s=(self.last_token_at - (first_at or 0.0)) / (num_tokens - 1) if has_speed else None,
+            num_prompt_tokens=len(self.request.prompt_ids),
+            num_output_tokens=num_tokens,
+            num_attempts=self.num_attempts,
+            cached_tokens=self._cached_tokens or 0,
+            drafted=self._drafted,
+            accepted=self._accepted,
+            acceptance=self._acceptance,
+            gaps=self._gaps,
+            kv_bytes=0 if outcome is None else outcome.kv_bytes,
+            transport="" if outcome is None else outcome.transport,
+            prefill_node="" if route is None or route.prefill is None else route.prefill.address,
+            decode_node="" if route is None else route.decode.address,
+            stages=self._stages or unfinished_stages(self.started, first_at, now),
+        )
+
+    def _split(self, done: Done, *, now: float) -> tuple[float, float, float]:
+        """Seconds of prefill, from dispatch until decoding began, and of decoding."""
+        word = done.last_word
+        if done.prefill is not None and done.prefill is not word:
+            return done.prefill.compute_s, word.queue_s, word.compute_s
+        if done.prefill is not None:  # the first token was all
+            return word.compute_s, now - self._dispatched_at, 0.0
+        first_at = self.last_token_at if self.first_token_at is None else self.first_token_at
+        prefill_s = min(max(0.0, first_at - self._dispatched_at - word.queue_s), word.compute_s)
+        return prefill_s, word.queue_s + prefill_s, word.compute_s - prefill_s
 
     def finish_by_tokens(self, *, now: float) -> bool:
         """True when the tokens themselves say that the request is complete, though its nodes no longer

@@ -1,118 +1,148 @@
-"""What the router counts: Prometheus series of one router, and the same numbers as a plain dict.
+"""What the router counts. Plain numbers by key; `router.metrics` has the names they are scraped under.
 
-One instance per router, on a registry that is passed in. Must never know who reads it.
+One instance per router. Must never know who reads it.
 """
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from collections import Counter
+from collections.abc import Mapping
 
-from router.requests import Outcome
+from router.metrics import ROUTER_METRICS, VLLM_ROUTER_METRICS
+from router.recent import Recent
+from router.requests import Outcome, Summary
+from wire.metric import Readings, exposition, families
+from wire.tally import TOKEN_SECONDS, Distribution, Tallies
 
-_TTFT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 480)
-_TPOT_S = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
+_STAGES = ("queue", "prefill", "transfer", "decode")
+_TOKENS = tuple(f"tokens/{kind}" for kind in ("prompt", "cached", "output", "drafted", "accepted"))
+_COUNTS = (
+    "in_flight",
+    "queue_requests",
+    "queue_bytes",
+    "ready_pairs",
+    "duplicates",
+    "conflicts",
+    "late_events",
+    "kv_bytes",
+    "drafted_rounds",
+    "degraded/redispatch",
+)
+_SUCCESSES = {"stop": "stop", "length": "length", "closed": "abort"}
+"""How a request may end without being to blame, in vLLM's words."""
 
 
 class RouterStats:
     """Counters only grow. Label values come from closed sets: outcomes, causes, policies, decisions."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-        self._requests = Counter(
-            "paceline_router_requests", "Requests by how they ended.", ["outcome"], registry=registry
-        )
-        self._tokens = Counter("paceline_router_tokens", "Tokens by kind.", ["kind"], registry=registry)
-        self._redispatches = Counter(
-            "paceline_router_redispatches", "Further attempts by cause.", ["cause"], registry=registry
-        )
-        self._decisions = Counter(
-            "paceline_router_decisions",
-            "Dispatches by policy and by where the prompt is computed.",
-            ["policy", "decision"],
-            registry=registry,
-        )
-        self._duplicates = Counter(
-            "paceline_router_duplicate_tokens",
-            "Token reports that were already delivered.",
-            registry=registry,
-        )
-        self._conflicts = Counter(
-            "paceline_router_duplicate_faults", "Token reports that contradict another.", registry=registry
-        )
-        self._late_events = Counter(
-            "paceline_router_late_events", "Events of attempts that were already over.", registry=registry
-        )
-        self._canaries = Counter("paceline_router_canaries", "Canary runs.", ["outcome"], registry=registry)
-        self._in_flight = Gauge("paceline_router_in_flight", "Requests being served.", registry=registry)
-        self._ready_pairs = Gauge("paceline_router_ready_pairs", "Pairs that may be used.", registry=registry)
-        self._kv_bytes = Counter("paceline_router_kv_bytes", "KV bytes handed over.", registry=registry)
-        self._ttft = Histogram(
-            "paceline_router_ttft_seconds", "Time to first token.", buckets=_TTFT_S, registry=registry
-        )
-        self._tpot = Histogram(
-            "paceline_router_tpot_seconds",
-            "Time per output token after the first.",
-            buckets=_TPOT_S,
-            registry=registry,
-        )
-        self._duration = Histogram(
-            "paceline_router_request_seconds", "Whole requests.", buckets=_TTFT_S, registry=registry
+    def __init__(self) -> None:
+        self.recent = Recent()
+        self._values: Counter[str] = Counter(dict.fromkeys((*_COUNTS, *_TOKENS), 0))
+        self._times = Tallies(
+            *("ttft_s", "request_s", "queue_s"),
+            *(f"stage_s/{stage}" for stage in _STAGES),
+            bounds={"tpot_s": TOKEN_SECONDS, "itl_s": TOKEN_SECONDS},
         )
 
     def started(self) -> None:
-        self._in_flight.inc()
+        self._values["in_flight"] += 1
 
     def refused(self, code: str) -> None:
         """A request that never got in flight."""
-        self._requests.labels(code).inc()
+        self._values[f"requests/{code}"] += 1
 
     def ended(self, outcome: str, *, seconds: float) -> None:
         """`outcome` is a finish reason, an error code, or "closed" when the consumer left."""
-        self._in_flight.dec()
-        self._requests.labels(outcome).inc()
-        self._duration.observe(seconds)
+        self._values["in_flight"] -= 1
+        self._values[f"requests/{outcome}"] += 1
+        if outcome in _SUCCESSES:
+            self._values[f"success/{_SUCCESSES[outcome]}"] += 1
+        self._times.observe("request_s", seconds)
+
+    def queue(self, num_waiting: int, *, num_bytes: int) -> None:
+        """What waits now."""
+        self._values["queue_requests"] = num_waiting
+        self._values["queue_bytes"] = num_bytes
+
+    def waited(self, seconds: float) -> None:
+        """A request that had to wait may start."""
+        self._times.observe("queue_s", seconds)
 
     def first_token(self, seconds: float) -> None:
-        self._ttft.observe(seconds)
+        self._times.observe("ttft_s", seconds)
 
     def produced(self, *, num_prompt_tokens: int, num_output_tokens: int, decode_seconds: float) -> None:
         """Once per request that got tokens, whole or not; `decode_seconds` from first to last token."""
-        self._tokens.labels("prompt").inc(num_prompt_tokens)
-        self._tokens.labels("output").inc(num_output_tokens)
+        self._values["tokens/prompt"] += num_prompt_tokens
+        self._values["tokens/output"] += num_output_tokens
         if num_output_tokens > 1:
-            self._tpot.observe(decode_seconds / (num_output_tokens - 1))
+            self._times.observe("tpot_s", decode_seconds / (num_output_tokens - 1))
 
     def finished(self, outcome: Outcome) -> None:
-        self._tokens.labels("cached").inc(outcome.cached_tokens)
-        self._tokens.labels("drafted").inc(outcome.drafted)
-        self._tokens.labels("accepted").inc(outcome.accepted)
-        self._kv_bytes.inc(outcome.kv_bytes)
+        self._values["tokens/cached"] += outcome.cached_tokens
+        self._values["kv_bytes"] += outcome.kv_bytes
+        timings = outcome.timings
+        stages = (timings.queue_s, timings.prefill_s, timings.transfer_s, timings.decode_s)
+        for stage, seconds in zip(_STAGES, stages, strict=True):
+            if stage != "transfer" or outcome.transport:
+                self._times.observe(f"stage_s/{stage}", seconds)
+
+    def left(self, summary: Summary) -> None:
+        """Once per request that was in flight, however it ended."""
+        self._values["tokens/drafted"] += summary.drafted
+        self._values["tokens/accepted"] += summary.accepted
+        self._values["drafted_rounds"] += sum(summary.acceptance.values())
+        for num_accepted, num_rounds in summary.acceptance.items():
+            for position in range(num_accepted):
+                self._values[f"accepted_at/{position}"] += num_rounds
+        self._times.merge("itl_s", summary.gaps)
+        self.recent.add(summary)
+
+    def value(self, key: str) -> float:
+        """One number as it is now; 0 for what never happened."""
+        return self._values.get(key, 0)
 
     def redispatched(self, cause: str) -> None:
-        self._redispatches.labels(cause).inc()
+        self._values[f"redispatches/{cause}"] += 1
+        self._values["degraded/redispatch"] += 1
 
     def decided(self, policy: str, decision: str) -> None:
-        self._decisions.labels(policy, decision).inc()
+        self._values[f"decisions/{policy}/{decision}"] += 1
 
     def duplicates(self, count: int) -> None:
-        self._duplicates.inc(count)
+        self._values["duplicates"] += count
 
     def conflict(self) -> None:
-        self._conflicts.inc()
+        self._values["conflicts"] += 1
 
     def late_event(self) -> None:
-        self._late_events.inc()
+        self._values["late_events"] += 1
 
     def canary(self, outcome: str) -> None:
-        self._canaries.labels(outcome).inc()
+        self._values[f"canaries/{outcome}"] += 1
 
     def ready_pairs(self, count: int) -> None:
-        self._ready_pairs.set(count)
+        self._values["ready_pairs"] = count
+
+    def answered(self, route: str, *, method: str, status: int, seconds: float) -> None:
+        """One HTTP request; `route` is the server's pattern, never the path that was asked for."""
+        self._values[f"http/{route}/{method}/{status}"] += 1
+        self._times.observe(f"http_s/{route}", seconds)
+
+    def text(
+        self, *, model: str, now: Mapping[str, float], distributions: Mapping[str, Distribution]
+    ) -> bytes:
+        """Prometheus text; `now` and `distributions` are what others know at this moment, by key."""
+        readings = Readings(
+            values={**self._values, **now}, distributions={**self._times.read(), **distributions}
+        )
+        ours = exposition(ROUTER_METRICS, readings, constant={})
+        return ours + exposition(VLLM_ROUTER_METRICS, readings, constant={"model_name": model})
 
     def snapshot(self) -> dict[str, float]:
-        """Every series of this registry that is the router's, "name{label=value}" to value."""
+        """Every series counted here, "name{label=value}" to value."""
         values: dict[str, float] = {}
-        for family in self._registry.collect():
+        readings = Readings(values=self._values, distributions=self._times.read())
+        for family in families(ROUTER_METRICS, readings, constant={}):
             for sample in family.samples:
-                if sample.name.startswith("paceline_router_") and not sample.name.endswith("_created"):
-                    labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
-                    values[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+                labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
+                values[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
         return values

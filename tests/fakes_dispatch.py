@@ -179,6 +179,8 @@ def record(**changes: Any) -> NodeRecord:
 @dataclass
 class FakeOperations:
     is_ready: bool = True
+    num_feeds: int = 0
+    answers: list[tuple[str, str, int]] = field(default_factory=list)
 
     def report(self) -> dict[str, Any]:
         return {"ready": self.is_ready, "pairs": [], "nodes": []}
@@ -188,6 +190,16 @@ class FakeOperations:
 
     def metrics(self) -> bytes:
         return b"paceline_router_requests_total 1.0\n"
+
+    def targets(self) -> list[dict[str, Any]]:
+        return [{"targets": ["d:9"], "labels": {"role": "decode", "model": MODEL}}]
+
+    def feed(self) -> dict[str, Any]:
+        self.num_feeds += 1
+        return {"model": MODEL}
+
+    def answered(self, route: str, *, method: str, status: int, seconds: float) -> None:
+        self.answers.append((route, method, status))
 
 
 def open_to_all() -> ApiKeys:
@@ -209,10 +221,10 @@ def front_door(dispatcher: Generates, text: ModelText, *, node: NodeRecord | Non
     )
 
 
-def http_app(dispatcher: Generates, text: ModelText, **options: Any) -> ASGIApp:
+def http_app(dispatcher: Generates, text: ModelText, *, has_admin: bool = True, **options: Any) -> ASGIApp:
     """The HTTP application on a dispatcher; `node` is what its registry knows."""
     ids = iter(range(10**6))
-    return http_front(dispatcher, text, **options).app(lambda: f"req{next(ids)}")
+    return http_front(dispatcher, text, **options).app(lambda: f"req{next(ids)}", has_admin=has_admin)
 
 
 def http_front(

@@ -12,8 +12,6 @@ from functools import wraps
 from itertools import count
 from typing import Any
 
-from prometheus_client import CollectorRegistry
-
 from router.dispatch import DispatchConfig, Dispatcher
 from router.link import LinkConfig
 from router.links import NodeLinks
@@ -222,7 +220,7 @@ class Cluster:
     ) -> None:
         self.registry = FakeRegistry()
         self.nodes = {name: self.registry.add(name, load=loads.get(name)) for name in names.split()}
-        self.stats = RouterStats(CollectorRegistry())
+        self.stats = RouterStats()
         self.links = NodeLinks(
             self.registry, connector=self.registry, router=ROUTER, stats=self.stats, config=link
         )

@@ -6,6 +6,7 @@ Owns the ranges. Must never know who reads them, nor a clock: whoever observes b
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 SECONDS = (
     0.001,
@@ -27,6 +28,26 @@ SECONDS = (
     480.0,
 )
 """From a token on a fast GPU to a very long prompt."""
+
+TOKEN_SECONDS = (
+    0.001,
+    0.002,
+    0.004,
+    0.006,
+    0.008,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.5,
+    1.0,
+    2.5,
+)
+"""Between two tokens: fine where drafting makes the difference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,20 +75,29 @@ class Tally:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._total += value
 
+    def merge(self, other: "Tally") -> None:
+        """Take over what another one of the same ranges counted."""
+        assert self._bounds == other._bounds
+        self._counts = [ours + theirs for ours, theirs in zip(self._counts, other._counts, strict=True)]
+        self._total += other._total
+
     def read(self) -> Distribution:
         return Distribution(bounds=self._bounds, counts=tuple(self._counts), total=self._total)
 
 
 class Tallies:
-    """Histograms by key; one that was not announced begins with its first value."""
+    """Histograms by key; one that was not announced begins with its first value and the usual ranges."""
 
-    def __init__(self, *keys: str) -> None:
-        self._tallies = {key: Tally() for key in keys}
+    def __init__(self, *keys: str, bounds: Mapping[str, Sequence[float]] = MappingProxyType({})) -> None:
+        self._tallies = {key: Tally(bounds.get(key, SECONDS)) for key in (*keys, *bounds)}
 
     def observe(self, key: str, value: float) -> None:
         if key not in self._tallies:
             self._tallies[key] = Tally()
         self._tallies[key].observe(value)
+
+    def merge(self, key: str, other: Tally) -> None:
+        self._tallies[key].merge(other)
 
     def read(self) -> Mapping[str, Distribution]:
         return {key: tally.read() for key, tally in self._tallies.items()}

@@ -60,6 +60,9 @@ def _posts() -> Json:
 
 def _gets() -> Json:
     text = {"content": {"text/plain": {"schema": _STRING}}, "description": "Prometheus text"}
+    listed = {"application/json": {"schema": {"type": "array", "items": _ANY_OBJECT}}}
+    targets = {"content": listed, "description": "As Prometheus' http_sd_configs wants it"}
+    page = {"content": {"text/html": {"schema": _STRING}}, "description": "One file, nothing else is loaded"}
     model = {"name": "model", "in": "path", "required": True, "schema": _STRING}
     alive = {"200": _answer("It is", "Status")}
     ready = {"200": _answer("Ready", "Report"), "503": _answer("Not ready", "Report")}
@@ -75,6 +78,9 @@ def _gets() -> Json:
         "/openapi.json": _get("This document", {"200": _answer("OpenAPI 3.1", "Anything")}, errors=()),
         "/version": _get("The version", {"200": _answer("The version", "Version")}, errors=()),
         "/metrics": _get("Metrics", {"200": text}, errors=()),
+        "/metrics/targets": _get("Where to scrape the nodes", {"200": targets}, errors=()),
+        "/dashboard": _get("The live page", {"200": page}, errors=()),
+        "/dashboard/data": _get("What the live page shows", {"200": _answer("It", "Anything")}),
     }
     for names, summary, answers in (
         (("/live", "/livez", "/liveness"), "Is the process there?", alive),

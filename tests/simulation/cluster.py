@@ -12,8 +12,6 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from prometheus_client import CollectorRegistry
-
 from decode_node.loop import DecodeLoop
 from kv_transfer.ids import Incarnation
 from kv_transfer.transport import WriteHandle
@@ -174,7 +172,7 @@ class SimCluster:
         self._num_started = itertools.count(1)
         self._group = group
         self._request_ids = map("r{}".format, itertools.count(1))
-        self.stats = RouterStats(CollectorRegistry())
+        self.stats = RouterStats()
         self._view = RegistryView(self.registry)
         self._links = NodeLinks(
             self._view,
