@@ -55,7 +55,7 @@ def error_body(error: RouterError) -> dict[str, Any]:
 
 
 def error_response(error: RouterError) -> Response:
-    headers = {}
+    headers = {"x-paceline-reason": error.code}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     return JsonResponse(error_body(error), status_code=error.http_status, headers=headers)

@@ -33,6 +33,7 @@ from wire.work import (
     Rejected,
     Submit,
     Tokens,
+    Unreadable,
     WorkHello,
 )
 
@@ -52,12 +53,12 @@ def pack_to_node(message: ToNode) -> pb.ToNode:
             assert_never(message)
 
 
-def unpack_to_node(message: pb.ToNode) -> ToNode:
+def unpack_to_node(message: pb.ToNode) -> ToNode | Unreadable:
     match message.WhichOneof("message"):
         case "hello":
             return _unpack_hello(message.hello)
         case "submit":
-            return _unpack_submit(message.submit)
+            return _read_submit(message.submit)
         case "cancel":
             return Cancel(tid=unpack_tid(message.cancel.tid, "cancel.tid"))
         case None:
@@ -115,7 +116,16 @@ def _pack_submit(submit: Submit) -> pb.Submit:
     )
 
 
-def _unpack_submit(submit: pb.Submit) -> Submit:
+def _read_submit(submit: pb.Submit) -> Submit | Unreadable:
+    """A stream carries the work of many: only a Submit that names no tid may end it."""
+    tid = unpack_tid(submit.tid, "submit.tid")
+    try:
+        return _unpack_submit(submit, tid)
+    except ValueError as error:
+        return Unreadable(tid=tid, reason=str(error))
+
+
+def _unpack_submit(submit: pb.Submit, tid: TransferId) -> Submit:
     require("submit.sampling", None, holds=submit.HasField("sampling"), rule="set")
     prompt_ids = unpack_token_ids(submit.prompt_ids, "submit.prompt_ids")
     count = submit.num_prompt_tokens
@@ -123,7 +133,7 @@ def _unpack_submit(submit: pb.Submit) -> Submit:
         "submit.num_prompt_tokens", count, holds=count <= len(prompt_ids), rule=f"at most {len(prompt_ids)}"
     )
     return Submit(
-        tid=unpack_tid(submit.tid, "submit.tid"),
+        tid=tid,
         prompt_ids=prompt_ids,
         num_prompt_tokens=count,
         sampling=_unpack_sampling(submit.sampling),

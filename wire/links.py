@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable
 
 from wire.channel import Channel, ChannelClosed
 from wire.host_events import HostEvent, Link, LinkClosed, LinkMessage, LinkOpened, ToLink
+from wire.intake import INVALID
 from wire.outbox import Outbox, receive_within, run_until_closed
-from wire.work import Cancel, Event, Frame, Submit, WorkHello
+from wire.work import Cancel, Event, Frame, Rejected, Submit, Unreadable, WorkHello
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class Links:
         self._post(LinkOpened(link=link))
         try:
             reason = await run_until_closed(
-                self._read(channel, link), self._write(channel, outbox), outbox.raise_when_dropped()
+                self._read(channel, link, outbox), self._write(channel, outbox), outbox.raise_when_dropped()
             )
             logger.info("link %d of %s ended: %s", link, channel.peer, reason)
         finally:
@@ -78,9 +79,13 @@ class Links:
         if hello.version != self._hello.version:
             raise ChannelClosed(f"{channel.peer} speaks version {hello.version}, we {self._hello.version}")
 
-    async def _read(self, channel: Channel, link: Link) -> None:
+    async def _read(self, channel: Channel, link: Link, outbox: Outbox) -> None:
         while True:
             message = await channel.receive()
+            if isinstance(message, Unreadable):
+                logger.warning("unreadable submit %s from %s: %s", message.tid, channel.peer, message.reason)
+                outbox.put((self._step, _refusal(message)))
+                continue
             if not isinstance(message, Submit | Cancel):
                 raise ChannelClosed(f"{channel.peer} sent an unexpected {type(message).__name__}")
             self._post(LinkMessage(link=link, message=message))
@@ -91,3 +96,7 @@ class Links:
             await channel.send(Frame(step=items[-1][0], events=tuple(event for _, event in items)))
 
         await outbox.send_all(send)
+
+
+def _refusal(submit: Unreadable) -> Rejected:
+    return Rejected(tid=submit.tid, code=INVALID, retryable=False, reason=submit.reason)

@@ -29,6 +29,7 @@ __all__ = [
     "TokenLogprob",
     "Tokens",
     "TransferId",
+    "Unreadable",
     "WorkHello",
     "json_schema_grammar",
     "new_incarnation",
@@ -75,6 +76,14 @@ class Submit:
     cache_salt: str = ""
     grammar: str = ""
     trace_context: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unreadable:
+    """Stands for a Submit that came but cannot be read, though its tid can: that request's fault alone."""
+
+    tid: TransferId
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from wire.grpc_server import GrpcServer
 from wire.host_events import NodeStatus
 from wire.memory_channel import MemoryNetwork
 from wire.records import Load, NodeRecord
-from wire.work import Cancel, Failed, Frame, Submit, Tokens, WorkHello
+from wire.work import Cancel, Failed, Frame, Submit, Tokens, Unreadable, WorkHello
 
 RECORD = NodeRecord(
     role="prefill",
@@ -275,6 +275,26 @@ async def test_a_malformed_message_ends_its_stream_and_is_logged(caplog: pytest.
         assert await call.read() is grpc.aio.EOF  # type: ignore[attr-defined]  # stubs miss it
     assert node.ended == ["work"]
     assert "to_node.message must be set" in caplog.text
+    await server.stop(0.0)
+
+
+async def test_a_submit_that_cannot_be_unpacked_leaves_its_stream_open() -> None:
+    received: list[object] = []
+
+    async def take(channel: Channel) -> None:
+        while True:
+            received.append(await channel.receive())
+
+    server = GrpcServer("127.0.0.1:0")
+    await server.start(FakeNode(work=take))
+    tid = node_pb2.Tid(request_id="r", attempt=1)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as connection:
+        call = node_pb2_grpc.NodeStub(connection).Work()  # type: ignore[call-arg]  # stubs miss the default
+        await call.write(node_pb2.ToNode(submit=node_pb2.Submit(tid=tid)))
+        await call.write(node_pb2.ToNode(cancel=node_pb2.Cancel(tid=tid)))
+        await until(lambda: len(received) == 2)
+    reason = "submit.sampling must be set, got None"
+    assert received == [Unreadable(tid=TID, reason=reason), Cancel(tid=TID)]
     await server.stop(0.0)
 
 

@@ -22,7 +22,7 @@ from wire.host_events import (
     ToPeer,
 )
 from wire.memory_channel import MemoryNetwork
-from wire.work import Accepted, Cancel, Frame, PromptInfo, WorkHello
+from wire.work import Accepted, Cancel, Frame, PromptInfo, Rejected, Unreadable, WorkHello
 
 TID = TransferId("r", 1)
 P, D = Incarnation("p-1"), Incarnation("d-1")
@@ -113,6 +113,29 @@ def test_a_router_that_stops_reading_is_dropped_and_others_are_served() -> None:
                 await slow.send(Cancel(tid=TID))
             node.driver.emit(accepted(1, 99), accepted(2, 99))
             assert (await good.receive()).events[0].tid.attempt == 99
+
+    run_virtual(main())
+
+
+def test_a_submit_that_cannot_be_read_is_refused_and_the_stream_serves_on() -> None:
+    async def main() -> None:
+        cluster = Cluster()
+        async with FakeNode(cluster, "prefill", "p:1", P) as node:
+            channel = await open_link(cluster, "p:1")
+            await channel.send(Unreadable(tid=TID, reason="submit.sampling must be set, got None"))
+            [refusal] = (await channel.receive()).events
+            assert refusal == Rejected(
+                tid=TID,
+                code="invalid_request",
+                retryable=False,
+                reason="submit.sampling must be set, got None",
+            )
+            await channel.send(Cancel(tid=TransferId("other", 1)))
+            await asyncio.sleep(1.0)
+            assert node.core.events == [
+                LinkOpened(link=Link(1)),
+                LinkMessage(link=Link(1), message=Cancel(tid=TransferId("other", 1))),
+            ]
 
     run_virtual(main())
 

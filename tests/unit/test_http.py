@@ -435,6 +435,7 @@ async def test_a_failure_before_the_first_token_has_its_own_status(
     response = await post(answering(error=error), "/v1/chat/completions", CHAT | {"stream": is_stream})
     assert response.status_code == status
     assert response.headers.get("retry-after") == retry_after
+    assert response.headers["x-paceline-reason"] == error.code
     assert response.json()["error"]["code"] == error.code
 
 
