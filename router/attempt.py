@@ -131,6 +131,7 @@ class Attempt:
             "prefill": route.prefill,
             "decode": route.decode,
         }  # fmt: skip
+        self._decode_pages = 0
         merger.restart()
         self._note_sent(request)
         self._legs = {
@@ -153,10 +154,14 @@ class Attempt:
         self._mailbox.expire()
 
     def close(self) -> None:
-        """Stop listening. A request that is not complete is cancelled on both nodes. Idempotent."""
+        """Stop listening. A request that is not complete is cancelled on both nodes."""
         for side, leg in self._legs.items():
             leg.close(cancel=not isinstance(self.end, Done))
-            self._links.sent.remove(self._sides[side].incarnation, self._tid)
+            node = self._sides[side].incarnation
+            if side == "decode":
+                self._links.sent.end(node, self._tid, pages=self._decode_pages)
+            else:
+                self._links.sent.remove(node, self._tid)
 
     def _submit(self, request: GenerateRequest, side: str, deadline_s: float) -> Submit:
         peer = self._other(side)
@@ -186,6 +191,7 @@ class Attempt:
     def _note_sent(self, request: GenerateRequest) -> None:
         num_tokens = len(request.prompt_ids)
         facts = RequestFacts(num_prompt_tokens=num_tokens, max_tokens=request.sampling.max_tokens)
+        self._decode_pages = pages_of(facts, self.route.decode.page_size)
         num_tokens += self._num_before
         for side, node in self._sides.items():
             self._links.sent.add(

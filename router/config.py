@@ -8,6 +8,7 @@ from cyclopts import Parameter
 from router.access import Access
 from router.policies import policy_named
 from router.text.parsers.catalogue import check_names
+from router.waiting import Waiting
 from wire.monitoring import RouterMonitoring
 from wire.security import ClusterSecurity
 
@@ -53,7 +54,10 @@ class RouterConfig:
     """Decode nodes that must have proved themselves before /ready says yes."""
 
     max_in_flight: int = 256
-    """Generations at once; more are refused with 429."""
+    """Generations at once; more wait their turn."""
+
+    waiting: Annotated[Waiting, Parameter(name="*")] = Waiting()
+    """Who waits for a turn, how many and how long."""
 
     max_attempts: int = 3
     """How often one request is tried when nodes fail."""

@@ -8,7 +8,9 @@
     │   ├── ModelNotFound        404 NOT_FOUND
     │   └── BodyTooLarge         413 INVALID_ARGUMENT
     ├── Overloaded               429 RESOURCE_EXHAUSTED   come back after `retry_after_s`
-    │   ├── QueueFull                                     too many requests in flight here
+    │   ├── QueueFull                                     too many requests wait here already
+    │   ├── QueueTimeout                                  waited here as long as anybody may
+    │   ├── NoDecodePages                                 no decode node has room for it now
     │   ├── RateLimited                                   this API key has used up its share
     │   └── NodesBusy                                     every node that was asked had no room
     ├── Unavailable              503 UNAVAILABLE          come back after `retry_after_s`
@@ -94,6 +96,14 @@ class QueueFull(Overloaded):
 
 class RateLimited(Overloaded):
     default_code = "rate_limit_exceeded"
+
+
+class QueueTimeout(Overloaded):
+    default_code = "queue_timeout"
+
+
+class NoDecodePages(Overloaded):
+    default_code = "no_decode_pages"
 
 
 class NodesBusy(Overloaded):

@@ -21,6 +21,7 @@ from router.generation import Ended
 from router.grpc_convert import pack_delta, pack_end, unpack_grammar, unpack_messages, unpack_sampling
 from router.leaving import until_left
 from router.planning import Label, Plan
+from router.tenants import tenant_of
 from wire.gen import generate_pb2, generate_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -39,10 +40,13 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
     A label may be in use more than once; Abort stops every request that has it.
     """
 
-    def __init__(self, door: FrontDoor, *, new_id: Callable[[], str], keys: ApiKeys) -> None:
+    def __init__(
+        self, door: FrontDoor, *, new_id: Callable[[], str], keys: ApiKeys, tenant_header: str = ""
+    ) -> None:
         self._door = door
         self._new_id = new_id
         self._keys = keys
+        self._tenant_header = tenant_header
         self._aborts: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
 
     async def Generate(self, request: generate_pb2.GenerateRequest, context: Any) -> None:  # type: ignore[override]  # reader/writer API
@@ -79,7 +83,7 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
     async def _answer(
         self, request: generate_pb2.GenerateRequest, context: Any, *, label: str, user: User
     ) -> None:
-        plan = await self._plan(request, label)
+        plan = await self._plan(request, label, tenant=self._tenant(context, user))
         num_prompt_tokens = len(plan.request.prompt_ids)
         async with aclosing(self._door.generation(plan, spend=user.spend).run()) as items:
             async for item in items:
@@ -88,7 +92,11 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
                 else:
                     await context.write(pack_delta(item, label=label))
 
-    async def _plan(self, request: generate_pb2.GenerateRequest, label: str) -> Plan:
+    def _tenant(self, context: Any, user: User) -> str:
+        metadata = {str(key): str(value) for key, value in context.invocation_metadata() or ()}
+        return tenant_of(metadata, tenant_header=self._tenant_header, user=user.name)
+
+    async def _plan(self, request: generate_pb2.GenerateRequest, label: str, *, tenant: str) -> Plan:
         facts = self._door.facts(request.model or None)
         prompt_ids, param = await self._prompt(request)
         options = unpack_sampling(request.sampling)
@@ -96,7 +104,7 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
             prompt_ids,
             replace(options, constraint=unpack_grammar(request.grammar)),
             facts=facts,
-            label=Label(name=label, priority=request.priority, cache_salt=request.cache_salt),
+            label=Label(name=label, priority=request.priority, cache_salt=request.cache_salt, tenant=tenant),
             param=param,
         )
 

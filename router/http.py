@@ -39,6 +39,7 @@ from router.openai.responses import read_response
 from router.openai.tokenizing import read_detokenize, read_tokenize
 from router.planning import Label
 from router.served import ServedModel
+from router.tenants import tenant_of
 
 
 class Exchange(Protocol):
@@ -62,6 +63,7 @@ class HttpOptions:
 
     version: str
     max_body_bytes: int
+    tenant_header: str = ""
 
 
 class HttpFrontEnd:
@@ -209,12 +211,21 @@ class HttpFrontEnd:
         user.start()
         try:
             body = decode_object(await read_body(request, max_bytes=self._options.max_body_bytes))
-            exchange, is_stream = await prepare(body, _origin(request, user))
+            exchange, is_stream = await prepare(body, self._origin(request, user))
             if is_stream:
                 return EventStream(exchange.stream)
             return JsonResponse(await until_disconnect(request.receive, exchange.body()))
         except ClientGone:
             return client_gone_response()
+
+    def _origin(self, request: Request, user: User) -> Origin:
+        headers = request.headers
+        label = Label(
+            name=request_label(request),
+            trace_context=headers.get("traceparent", ""),
+            tenant=tenant_of(headers, tenant_header=self._options.tenant_header, user=user.name),
+        )
+        return Origin(label=label, user=user, is_debug=headers.get("x-paceline-debug") == "1")
 
     def _model(self) -> dict[str, Any]:
         facts = self._served.facts(None)
@@ -229,12 +240,6 @@ class HttpFrontEnd:
     def _user(self, request: Request) -> User:
         """Who asks. Raises BadApiKey."""
         return self._keys.user(request.headers.get("authorization", ""))
-
-
-def _origin(request: Request, user: User) -> Origin:
-    headers = request.headers
-    label = Label(name=request_label(request), trace_context=headers.get("traceparent", ""))
-    return Origin(label=label, user=user, is_debug=headers.get("x-paceline-debug") == "1")
 
 
 def _on_router_error(_request: Request, error: Exception) -> Response:

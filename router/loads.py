@@ -1,4 +1,4 @@
-"""What this router has sent each node that the node's last heartbeat cannot contain yet.
+"""What this router has sent each node, and got back, that the node's last heartbeat cannot contain yet.
 
 Must never know policies; they read it through `NodeLoad`.
 """
@@ -16,9 +16,13 @@ class _Sent(NamedTuple):
 
 
 class SentBook:
-    """An entry lives from its submit to the node's next heartbeat, or until its leg is closed."""
+    """An entry lives from its submit to the node's next heartbeat, or until its leg is closed.
+
+    Pages of a leg that outlived a heartbeat count as free from its end to the next one.
+    """
 
     def __init__(self) -> None:
+        self._freed: dict[Incarnation, int] = {}
         self._sent: dict[Incarnation, dict[TransferId, _Sent]] = {}
 
     def add(self, node: Incarnation, tid: TransferId, *, tokens: int, pages: int) -> None:
@@ -27,9 +31,15 @@ class SentBook:
     def remove(self, node: Incarnation, tid: TransferId) -> None:
         self._sent.get(node, {}).pop(tid, None)
 
+    def end(self, node: Incarnation, tid: TransferId, *, pages: int) -> None:
+        """A leg that held so many pages is closed."""
+        if self._sent.get(node, {}).pop(tid, None) is None:
+            self._freed[node] = self._freed.get(node, 0) + pages
+
     def clear(self, node: Incarnation) -> None:
         """The node has told its load anew, so it knows all we sent; or it is gone."""
         self._sent.pop(node, None)
+        self._freed.pop(node, None)
 
     def load_of(self, record: NodeRecord) -> NodeLoad:
         sent = self._sent.get(record.incarnation, {}).values()
@@ -40,4 +50,5 @@ class SentBook:
             sent_requests=len(sent),
             sent_tokens=sum(entry.tokens for entry in sent),
             sent_pages=sum(entry.pages for entry in sent),
+            freed_pages=self._freed.get(record.incarnation, 0),
         )

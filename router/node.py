@@ -22,6 +22,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from router.access import Access
+from router.admission import QueueConfig
 from router.config import RouterConfig
 from router.dispatch import DispatchConfig, Dispatcher
 from router.front_door import FrontDoor
@@ -36,6 +37,7 @@ from router.pairs import PairBook, PairConfig
 from router.planning import Planner
 from router.served import ServedModel
 from router.stats import RouterStats
+from router.tenants import weights_of
 from router.text.model_text import ModelText
 from router.text.parsers.catalogue import answer_format
 from wire.channel import Connector
@@ -129,7 +131,11 @@ class Router:
 
     def http(self, *, has_admin: bool = True) -> ASGIApp:
         """The ASGI application, with or without the pages for operators."""
-        options = HttpOptions(version=_version(), max_body_bytes=self._config.max_body_bytes)
+        options = HttpOptions(
+            version=_version(),
+            max_body_bytes=self._config.max_body_bytes,
+            tenant_header=self._config.waiting.tenant_header,
+        )
         answers = Answers(self._door, new_id=_new_id, wall_clock=time.time, answer_format=self._answer_format)
         front = HttpFrontEnd(
             answers,
@@ -143,7 +149,12 @@ class Router:
 
     def grpc(self) -> GenerationService:
         """The servicer of `Generation`."""
-        return GenerationService(self._door, new_id=_new_id, keys=self._keys)
+        return GenerationService(
+            self._door,
+            new_id=_new_id,
+            keys=self._keys,
+            tenant_header=self._config.waiting.tenant_header,
+        )
 
 
 async def run(config: RouterConfig, *, on_listening: Callable[[Listening], None] | None = None) -> None:
@@ -325,7 +336,13 @@ def _dispatch_config(config: RouterConfig) -> DispatchConfig:
         policy_seed=config.policy_seed,
         colocated=config.colocated,
         local_prompt_tokens=config.local_prompt_tokens,
-        max_in_flight=config.max_in_flight,
+        queue=QueueConfig(
+            max_in_flight=config.max_in_flight,
+            max_queue=config.waiting.max_queue,
+            max_queue_bytes=config.waiting.max_queue_bytes,
+            max_queue_s=config.waiting.max_queue_s,
+            weights=weights_of(config.waiting.tenant_weights),
+        ),
         max_attempts=config.max_attempts,
         default_deadline_s=config.request_timeout_s,
     )

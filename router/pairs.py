@@ -70,6 +70,7 @@ class PairBook:
         self._group: asyncio.TaskGroup | None = None
         self._canary_slots = asyncio.Semaphore(config.max_canaries)
         self._changed = asyncio.Event()
+        self._listeners: list[Callable[[], None]] = []
         links.on_change(self._refresh)
 
     async def run(self) -> None:
@@ -99,6 +100,10 @@ class PairBook:
         num_decode = len({route.decode.incarnation for route in routes})
         enough_prefill = num_prefill >= self._config.min_prefill or not self._config.with_prefill
         return bool(routes) and enough_prefill and num_decode >= self._config.min_decode
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        """Call back whenever the state of a pair or the load of a node may have changed."""
+        self._listeners.append(callback)
 
     async def wait_change(self) -> None:
         """Until the state of any pair changes."""
@@ -208,6 +213,8 @@ class PairBook:
         self._stats.ready_pairs(len(self.ready()))
         self._changed.set()
         self._changed = asyncio.Event()
+        for listener in self._listeners:
+            listener()
 
     async def _prove(self, entry: _Entry) -> None:
         """Probe a route whose links are open, and again whenever it fell under suspicion."""

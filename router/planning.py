@@ -67,6 +67,7 @@ class Label:
     priority: int = 0
     cache_salt: str = ""
     trace_context: str = ""
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +125,7 @@ class Planner:
             cache_salt=label.cache_salt,
             trace_context=label.trace_context,
             constraint=options.constraint,
+            tenant=label.tenant,
         )
         return Plan(
             request=request,

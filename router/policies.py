@@ -13,6 +13,9 @@ from typing import Protocol
 from wire.records import Load
 from wire.work import Incarnation
 
+EXPECTED_OUTPUT_TOKENS = 512
+"""How long an answer is counted on to become at most, as decode nodes do by default (`reserve_tokens`)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFacts:
@@ -25,7 +28,7 @@ class RequestFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLoad:
-    """A node's last heartbeat, and what this router has sent it since that is still there."""
+    """A node's last heartbeat, and what this router has sent it, and got back from it, since."""
 
     incarnation: Incarnation
     load: Load
@@ -33,6 +36,7 @@ class NodeLoad:
     sent_requests: int = 0
     sent_tokens: int = 0
     sent_pages: int = 0
+    freed_pages: int = 0
 
     @property
     def queued_tokens(self) -> int:
@@ -44,7 +48,7 @@ class NodeLoad:
 
     def free_pages_after(self, facts: RequestFacts) -> int:
         """Pages left once everything known has its pages and this request too; may be negative."""
-        return self.load.free_pages - self.sent_pages - pages_of(facts, self.page_size)
+        return self.load.free_pages + self.freed_pages - self.sent_pages - pages_of(facts, self.page_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +74,11 @@ class Policy(Protocol):
 
 
 def pages_of(facts: RequestFacts, page_size: int) -> int:
+    """Pages a request is counted on to need; most answers end long before `max_tokens`."""
+    return -(-(facts.num_prompt_tokens + min(facts.max_tokens, EXPECTED_OUTPUT_TOKENS)) // page_size)
+
+
+def most_pages_of(facts: RequestFacts, page_size: int) -> int:
     """Pages a request needs when it runs to its end."""
     return -(-(facts.num_prompt_tokens + facts.max_tokens) // page_size)
 

@@ -35,6 +35,7 @@ class GenerateRequest:
     """One generation. Bad values raise ValueError.
 
     `model` "" takes whatever model the cluster serves. `label` is the client's own id, for logs only.
+    `tenant`: whom it is charged to where requests wait; "" is a tenant like others.
     `deadline_s` counts from the first item asked of the dispatcher; None takes the configured one.
     """
 
@@ -47,6 +48,7 @@ class GenerateRequest:
     constraint: Constraint | None = None
     deadline_s: float | None = None
     trace_context: str = ""
+    tenant: str = ""
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -74,7 +76,8 @@ class Delta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """Seconds. `ttft_s` and `total_s` were measured here, the others by the nodes (0 when not told).
+    """Seconds. `ttft_s` and `total_s` were measured here, the others by the nodes (0 when not told);
+    `queue_s` is the waits here and on the node together.
     `join_s`: from the dispatch until the request ran on its decode node; `decode_s`: from then on.
     """
 

@@ -22,6 +22,7 @@ class Run:
         self.request = request
         self.request_id = request_id
         self.started = now
+        self.queue_s = 0.0
         self.deadline = deadline
         is_scored = request.sampling.prompt_logprobs is not None
         self.merger = TokenMerger(
@@ -52,6 +53,10 @@ class Run:
         self._route: Route | None = None
         self._bad_nodes: set[str] = set()
         self._bad_routes: set[tuple[str | None, str]] = set()
+
+    def start(self, *, now: float) -> None:
+        """It has waited long enough for its turn."""
+        self.queue_s = now - self.started
 
     def dispatch(self) -> None:
         """One more attempt begins."""
@@ -182,7 +187,7 @@ class Run:
         self, now: float, *, queue_s: float = 0.0, prefill_s: float = 0.0, transfer_s: float = 0.0
     ) -> Timings:
         return Timings(
-            queue_s=queue_s,
+            queue_s=self.queue_s + queue_s,
             prefill_s=prefill_s,
             transfer_s=transfer_s,
             ttft_s=0.0 if self.first_token_at is None else self.first_token_at - self.started,

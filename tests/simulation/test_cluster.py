@@ -392,8 +392,26 @@ def test_requests_that_run_out_of_pages_go_on_where_there_are_some(algorithm: st
         assert sum(counters) > 0
         assert cluster.stats.snapshot()["paceline_router_redispatches_total{cause=preempted}"] > 0
 
+    config = SimConfig(
+        seed=seed,
+        algorithm=algorithm,
+        num_decode=2,
+        engine={"D": {"num_pages": 40, "reserve_tokens": 1}},
+        dispatch=DispatchConfig(admits_by_pages=False),
+    )
+    simulate(config, scenario, num_pairs=2)
+
+
+def test_a_router_that_waits_for_pages_lets_no_node_run_out_of_them() -> None:
+    async def scenario(cluster: SimCluster) -> None:
+        streams = mixed((9, 17, 33, 5, 20, 31, 12, 26), max_tokens=40)
+        await consume_all(cluster, streams, within_s=0.2)
+        assert_whole(streams)
+        assert [node.status.counters["preemptions"] for node in cluster.nodes.values()] == [0, 0, 0]
+        assert cluster.stats.snapshot()["paceline_router_queue_seconds_count"] > 0
+
     engine = {"D": {"num_pages": 40, "reserve_tokens": 1}}
-    simulate(SimConfig(seed=seed, algorithm=algorithm, num_decode=2, engine=engine), scenario, num_pairs=2)
+    simulate(SimConfig(num_decode=2, engine=engine), scenario, num_pairs=2)
 
 
 # everything at once

@@ -6,6 +6,7 @@ from contextlib import aclosing
 
 import pytest
 
+from router.admission import QueueConfig
 from router.dispatch import DispatchConfig, Dispatcher
 from router.errors import (
     ConsumerTooSlow,
@@ -265,7 +266,9 @@ async def test_closing_the_generator_at_a_delta_cancels_both_legs() -> None:
 
 @virtual
 async def test_requests_over_the_bound_are_told_to_come_back() -> None:
-    async with cluster(dispatch=DispatchConfig(max_in_flight=1, retry_after_s=3.0)) as made:
+    async with cluster(
+        dispatch=DispatchConfig(queue=QueueConfig(max_in_flight=1, max_queue=0, retry_after_s=3.0))
+    ) as made:
         async with reading(made, a_request()):
             error = await _refusal(made.dispatcher, a_request())
             assert isinstance(error, QueueFull)
