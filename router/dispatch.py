@@ -129,7 +129,8 @@ class Dispatcher:
     def _arrive(self, request: GenerateRequest) -> Run:
         """A run for a request that could be served, were there room for it."""
         now = asyncio.get_running_loop().time()
-        deadline_s = self._config.default_deadline_s if request.deadline_s is None else request.deadline_s
+        longest = self._config.default_deadline_s
+        deadline_s = longest if request.deadline_s is None else min(longest, request.deadline_s)
         run = Run(request, request_id=self._new_id(), now=now, deadline=now + deadline_s)
         with self._refusing():
             if self._is_draining:

@@ -8,20 +8,30 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Never
 
 import grpc
 
 from router.api_keys import ApiKeys, User
-from router.errors import BadApiKey, BadRequest, RouterError
+from router.choices import run_all
+from router.errors import BadApiKey, BadRequest, DeadlineExceeded, RouterError
 from router.front_door import FrontDoor
-from router.generation import Ended
-from router.grpc_convert import pack_delta, pack_end, unpack_grammar, unpack_messages, unpack_sampling
+from router.generation import Ended, TextDelta
+from router.grpc_convert import (
+    pack_delta,
+    pack_end,
+    unpack_grammar,
+    unpack_messages,
+    unpack_n,
+    unpack_prompt_options,
+    unpack_sampling,
+    unpack_template,
+)
 from router.leaving import until_left
-from router.planning import Label, Plan
+from router.planning import Label, Plan, SamplingOptions, cut
 from router.tenants import tenant_of
+from router.text.options import PromptOptions
 from wire.gen import generate_pb2, generate_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -83,38 +93,69 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
     async def _answer(
         self, request: generate_pb2.GenerateRequest, context: Any, *, label: str, user: User
     ) -> None:
-        plan = await self._plan(request, label, tenant=self._tenant(context, user))
-        num_prompt_tokens = len(plan.request.prompt_ids)
-        async with aclosing(self._door.generation(plan, spend=user.spend).run()) as items:
-            async for item in items:
-                if isinstance(item, Ended):
-                    await context.write(pack_end(item, label=label, num_prompt_tokens=num_prompt_tokens))
-                else:
-                    await context.write(pack_delta(item, label=label))
+        told = Label(
+            name=label,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            tenant=self._tenant(context, user),
+            deadline_s=_time_left(context),
+        )
+        plans = await self._plans(request, told)
+        num_prompt_tokens = len(plans[0].request.prompt_ids)
+        ends: list[Ended] = []
+        lock = asyncio.Lock()
+
+        async def tell(index: int, item: TextDelta | Ended) -> None:
+            async with lock:
+                if not isinstance(item, Ended):
+                    await context.write(pack_delta(item, label=label, index=index))
+                    return
+                ends.append(item)
+                await context.write(
+                    pack_end(
+                        item,
+                        label=label,
+                        index=index,
+                        num_prompt_tokens=num_prompt_tokens,
+                        all_ends=ends if len(ends) == len(plans) else (),
+                    )
+                )
+
+        await run_all([self._door.generation(plan, spend=user.spend) for plan in plans], tell)
 
     def _tenant(self, context: Any, user: User) -> str:
         metadata = {str(key): str(value) for key, value in context.invocation_metadata() or ()}
         return tenant_of(metadata, tenant_header=self._tenant_header, user=user.name)
 
-    async def _plan(self, request: generate_pb2.GenerateRequest, label: str, *, tenant: str) -> Plan:
+    async def _plans(self, request: generate_pb2.GenerateRequest, label: Label) -> list[Plan]:
+        """One for each choice."""
         facts = self._door.facts(request.model or None)
-        prompt_ids, param = await self._prompt(request)
-        options = unpack_sampling(request.sampling)
-        return self._door.plan(
-            prompt_ids,
-            replace(options, constraint=unpack_grammar(request.grammar)),
-            facts=facts,
-            label=Label(name=label, priority=request.priority, cache_salt=request.cache_salt, tenant=tenant),
-            param=param,
-        )
+        options, sampling = unpack_prompt_options(request), _sampling(request)
+        encoded, param = await self._prompt(request, options)
+        return [
+            self._door.plan(
+                cut(encoded, options, facts, max_tokens=sampling.max_tokens),
+                sampling,
+                facts=facts,
+                label=label,
+                choice=choice,
+                param=param,
+            )
+            for choice in range(unpack_n(request))
+        ]
 
-    async def _prompt(self, request: generate_pb2.GenerateRequest) -> tuple[tuple[int, ...], str]:
+    async def _prompt(
+        self, request: generate_pb2.GenerateRequest, options: PromptOptions
+    ) -> tuple[tuple[int, ...], str]:
         """Token ids, and the name of the field they came from."""
         match request.WhichOneof("input"):
             case "text":
-                return await self._door.encode(request.text), "text"
+                return await self._door.encode(request.text, options), "text"
             case "chat":
-                return await self._door.encode_chat(unpack_messages(request.chat)), "chat"
+                chat = request.chat
+                return await self._door.encode_chat(
+                    unpack_messages(chat), unpack_template(chat), options
+                ), "chat"
             case "token_ids":
                 return tuple(request.token_ids.ids), "token_ids"
             case _:
@@ -123,6 +164,18 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
     def _user(self, context: Any) -> User:
         """Who calls. Raises BadApiKey."""
         return self._keys.user(str(dict(context.invocation_metadata() or ()).get("authorization", "")))
+
+
+def _sampling(request: generate_pb2.GenerateRequest) -> SamplingOptions:
+    return replace(unpack_sampling(request.sampling), constraint=unpack_grammar(request.grammar))
+
+
+def _time_left(context: Any) -> float | None:
+    """Of the call's own deadline, None without one. Raises DeadlineExceeded."""
+    seconds: float | None = context.time_remaining()
+    if seconds is not None and seconds <= 0:
+        raise DeadlineExceeded("the call's deadline has passed")
+    return seconds
 
 
 async def _raise_when(aborted: asyncio.Event, label: str) -> Never:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from router.errors import BadRequest, ContextTooLong, NoReadyPair
 from router.requests import Constraint, GenerateRequest, SamplingParams
+from router.text.options import PromptOptions
 from router.text.stops import MAX_STOP_CHARS, MAX_STOPS
 
 _SEED_RANGE = 2**64
@@ -61,13 +62,14 @@ class SamplingOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Label:
-    """What goes along with a request but does not change its tokens."""
+    """What goes along with a request but does not change its tokens. `deadline_s` None: the router's own."""
 
     name: str = ""
     priority: int = 0
     cache_salt: str = ""
     trace_context: str = ""
     tenant: str = ""
+    deadline_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +128,7 @@ class Planner:
             trace_context=label.trace_context,
             constraint=options.constraint,
             tenant=label.tenant,
+            deadline_s=label.deadline_s,
         )
         return Plan(
             request=request,
@@ -140,6 +143,18 @@ def _check_prompt(prompt_ids: tuple[int, ...], facts: ModelFacts, *, param: str)
     if not prompt_ids:
         raise BadRequest(f"{param} must hold at least one token, got an empty prompt", param=param)
     check_token_ids(prompt_ids, facts, param=param)
+
+
+def cut(
+    prompt_ids: tuple[int, ...], options: PromptOptions, facts: ModelFacts, *, max_tokens: int | None
+) -> tuple[int, ...]:
+    """The last tokens of a prompt, where only so many are wanted."""
+    num_kept = options.keeps_last
+    if num_kept is None:
+        return prompt_ids
+    if num_kept < 0:
+        num_kept = max(1, facts.max_model_len - max(1, max_tokens or 1))
+    return prompt_ids[-num_kept:]
 
 
 def check_token_ids(ids: tuple[int, ...], facts: ModelFacts, *, param: str) -> None:

@@ -36,7 +36,8 @@ class GenerateRequest:
 
     `model` "" takes whatever model the cluster serves. `label` is the client's own id, for logs only.
     `tenant`: whom it is charged to where requests wait; "" is a tenant like others.
-    `deadline_s` counts from the first item asked of the dispatcher; None takes the configured one.
+    `deadline_s` counts from the first item asked of the dispatcher; None takes the configured one,
+    and none is longer.
     """
 
     prompt_ids: tuple[int, ...]

@@ -17,7 +17,7 @@ from router.openai.responses import ResponseRequest
 from router.openai.shapes import ChatShape, CompletionShape, Envelope, Json, ShownPrompt
 from router.openai.tokenizing import DetokenizeRequest, TokenizeRequest
 from router.openai.tools import Tools
-from router.planning import Label, ModelFacts, check_token_ids
+from router.planning import Label, ModelFacts, check_token_ids, cut
 from router.text.options import TemplateOptions
 from router.text.parsers.catalogue import PLAIN, AnswerFormat
 from router.text.parsers.parts import Parser
@@ -61,7 +61,9 @@ class Answers:
         encoded = await asyncio.gather(
             *(self._door.encode(prompt, wishes.text) for prompt in request.prompts)
         )
-        prompts = [_cut(prompt, wishes, facts) for prompt in encoded]
+        prompts = [
+            cut(prompt, wishes.text, facts, max_tokens=wishes.options.max_tokens) for prompt in encoded
+        ]
         params = [f"prompt[{i}]" if request.is_list else "prompt" for i in range(len(prompts))]
         envelope = self._envelope("cmpl", wishes, facts)
         shown = [
@@ -85,7 +87,7 @@ class Answers:
         facts = self._door.facts(request.wishes.model)
         wishes = self._with_format(request.wishes, request.tools)
         encoded = await self._door.encode_chat(request.messages, request.template, wishes.text)
-        prompt = _cut(encoded, wishes, facts)
+        prompt = cut(encoded, wishes.text, facts, max_tokens=wishes.options.max_tokens)
         envelope = self._envelope("chatcmpl", wishes, facts)
         shapes = [
             ChatShape(
@@ -106,7 +108,7 @@ class Answers:
         wishes = request.wishes
         facts = self._door.facts(wishes.model)
         encoded = await self._encode_chat(request.messages, request.template, wishes, param="input")
-        prompt = _cut(encoded, wishes, facts)
+        prompt = cut(encoded, wishes.text, facts, max_tokens=wishes.options.max_tokens)
         plan = self._door.plan(
             prompt, wishes.options, facts=facts, label=_label(origin, wishes), param="input"
         )
@@ -240,16 +242,6 @@ class Answers:
 
 def _label(origin: Origin, wishes: Wishes) -> Label:
     return replace(origin.label, priority=wishes.priority, cache_salt=wishes.cache_salt)
-
-
-def _cut(prompt: tuple[int, ...], wishes: Wishes, facts: ModelFacts) -> tuple[int, ...]:
-    """The last tokens of a prompt, where only so many are wanted."""
-    num_kept = wishes.text.keeps_last
-    if num_kept is None:
-        return prompt
-    if num_kept < 0:
-        num_kept = max(1, facts.max_model_len - max(1, wishes.options.max_tokens or 1))
-    return prompt[-num_kept:]
 
 
 def _manner(base: Manner, wishes: Wishes, origin: Origin) -> Manner:

@@ -5,18 +5,16 @@ Owns the choices of one request and the order of their chunks. Must never know s
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from router.errors import RouterError
+from router.choices import Emit, run_all
 from router.generation import Ended, Generation, TextDelta
 from router.openai.shapes import Envelope, Json, Shape, extension, joined, usage
 
 Send = Callable[[bytes], Awaitable[None]]
-Emit = Callable[[int, TextDelta | Ended], Awaitable[None]]
 
 DONE = b"data: [DONE]\n\n"
 
@@ -94,18 +92,7 @@ class Exchange:
         await send(self._last())
 
     async def _run(self, emit: Emit) -> None:
-        if len(self._choices) == 1:
-            await _pump(0, self._choices[0].generation, emit)
-            return
-        try:
-            async with asyncio.TaskGroup() as group:
-                for index, choice in enumerate(self._choices):
-                    group.create_task(_pump(index, choice.generation, emit))
-        except* RouterError as errors:
-            failed = errors
-        else:
-            return
-        raise _first(failed)
+        await run_all([choice.generation for choice in self._choices], emit)
 
     def _opening(self, index: int, item: TextDelta | Ended) -> bytes:
         first = None if isinstance(item, Ended) else item
@@ -161,16 +148,3 @@ class Exchange:
 def sse(value: Json) -> bytes:
     """One server-sent event."""
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
-
-
-async def _pump(index: int, generation: Generation, emit: Emit) -> None:
-    async with aclosing(generation.run()) as items:
-        async for item in items:
-            await emit(index, item)
-
-
-def _first(errors: BaseExceptionGroup[RouterError]) -> BaseException:
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

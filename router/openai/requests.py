@@ -84,15 +84,25 @@ def read_chat(body: Mapping[str, Any]) -> ChatRequest:
 
 def read_template(fields: Fields, tools: Tools = NO_TOOLS) -> TemplateOptions:
     """Raises BadRequest naming the field."""
-    continues = fields.boolean("continue_final_message")
-    opens = fields.boolean("add_generation_prompt", default=not continues)
+    return template_options(
+        opens=fields.boolean_or_none("add_generation_prompt"),
+        continues=fields.boolean("continue_final_message"),
+        variables=fields.mapping("chat_template_kwargs"),
+        tools=tools,
+    )
+
+
+def template_options(
+    *, opens: bool | None, continues: bool, variables: Mapping[str, Any], tools: Tools = NO_TOOLS
+) -> TemplateOptions:
+    """Raises BadRequest when an answer is to be opened and the last message to be continued."""
     if continues and opens:
         raise refuse("continue_final_message", "false when add_generation_prompt is true", True)
     return TemplateOptions(
-        opens_answer=opens,
+        opens_answer=not continues if opens is None else opens,
         continues_last=continues,
         tools=tools.definitions,
-        variables=fields.mapping("chat_template_kwargs"),
+        variables=variables,
     )
 
 
@@ -138,10 +148,17 @@ def _wishes(
 
 def read_prompt_options(fields: Fields) -> PromptOptions:
     """Raises BadRequest naming the field."""
-    count = fields.integer("truncate_prompt_tokens", minimum=-1)
-    if count == 0:
+    return PromptOptions(
+        adds_special=fields.boolean_or_none("add_special_tokens"),
+        keeps_last=checked_keeps_last(fields.integer("truncate_prompt_tokens")),
+    )
+
+
+def checked_keeps_last(count: int | None) -> int | None:
+    """Raises BadRequest for a number of tokens that a prompt cannot be cut to."""
+    if count is not None and count < 1 and count != -1:
         raise refuse("truncate_prompt_tokens", "positive, or -1 for as many as the model takes", count)
-    return PromptOptions(adds_special=fields.boolean_or_none("add_special_tokens"), keeps_last=count)
+    return count
 
 
 def _prompts(value: Any) -> tuple[tuple[Prompt, ...], bool]:

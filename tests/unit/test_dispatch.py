@@ -299,6 +299,12 @@ async def test_a_request_for_another_model_finds_no_pair() -> None:
 
 
 @virtual
+async def test_no_request_may_take_longer_than_the_router_allows() -> None:
+    async with cluster() as made, reading(made, a_request(deadline_s=1e6)):
+        assert made["d1"].submits[0].deadline_s == 600.0
+
+
+@virtual
 async def test_the_deadline_ends_the_request_and_cancels_both_legs() -> None:
     async with cluster() as made, reading(made, a_request(deadline_s=2.0)) as reader:
         assert made["d1"].submits[0].deadline_s == 2.0

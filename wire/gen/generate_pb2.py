@@ -22,9 +22,10 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17wire/gen/generate.proto\x12\x0bpaceline.v1\"\x9a\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12)\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x19.paceline.v1.ChatMessagesH\x00\x12*\n\ttoken_ids\x18\x05 \x01(\x0b\x32\x15.paceline.v1.TokenIdsH\x00\x12\'\n\x08sampling\x18\x06 \x01(\x0b\x32\x15.paceline.v1.Sampling\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12%\n\x07grammar\x18\t \x01(\x0b\x32\x14.paceline.v1.GrammarB\x07\n\x05input\"\xa0\x01\n\x07Grammar\x12.\n\x0bjson_schema\x18\x01 \x01(\x0b\x32\x17.paceline.v1.JsonSchemaH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\x0e\n\x04\x65\x62nf\x18\x04 \x01(\tH\x00\x12%\n\x06\x63hoice\x18\x05 \x01(\x0b\x32\x13.paceline.v1.ChoiceH\x00\x42\x06\n\x04kind\",\n\nJsonSchema\x12\x0e\n\x06schema\x18\x01 \x01(\t\x12\x0e\n\x06strict\x18\x02 \x01(\x08\"\x17\n\x06\x43hoice\x12\r\n\x05texts\x18\x01 \x03(\t\":\n\x0c\x43hatMessages\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.paceline.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xfa\x04\n\x08Sampling\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x04H\x08\x88\x01\x01\x12\x17\n\nmin_tokens\x18\n \x01(\rH\t\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0b \x01(\rH\n\x88\x01\x01\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x17\n\nignore_eos\x18\x0e \x01(\x08H\x0b\x88\x01\x01\x12\x38\n\nlogit_bias\x18\x0f \x03(\x0b\x32$.paceline.v1.Sampling.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\r\n\x0b_min_tokensB\x0b\n\t_logprobsB\r\n\x0b_ignore_eos\"\xfc\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.paceline.v1.TokenLogprob\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12!\n\x05usage\x18\x06 \x01(\x0b\x32\x12.paceline.v1.Usage\x12-\n\x0bspeculation\x18\x07 \x01(\x0b\x32\x18.paceline.v1.Speculation\x12\x1d\n\x15\x61\x63\x63\x65pted_draft_tokens\x18\x08 \x01(\r\"F\n\x0cTokenLogprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"K\n\x0bSpeculation\x12\x11\n\tnum_steps\x18\x01 \x01(\r\x12\x13\n\x0bnum_drafted\x18\x02 \x01(\r\x12\x14\n\x0cnum_accepted\x18\x03 \x01(\r\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x32\x97\x01\n\nGeneration\x12I\n\x08Generate\x12\x1c.paceline.v1.GenerateRequest\x1a\x1d.paceline.v1.GenerateResponse0\x01\x12>\n\x05\x41\x62ort\x12\x19.paceline.v1.AbortRequest\x1a\x1a.paceline.v1.AbortResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17wire/gen/generate.proto\x12\x0bpaceline.v1\x1a\x1cgoogle/protobuf/struct.proto\"\xa8\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12)\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x19.paceline.v1.ChatMessagesH\x00\x12*\n\ttoken_ids\x18\x05 \x01(\x0b\x32\x15.paceline.v1.TokenIdsH\x00\x12\'\n\x08sampling\x18\x06 \x01(\x0b\x32\x15.paceline.v1.Sampling\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12%\n\x07grammar\x18\t \x01(\x0b\x32\x14.paceline.v1.Grammar\x12\x0e\n\x01n\x18\n \x01(\rH\x01\x88\x01\x01\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x0b \x01(\x08H\x02\x88\x01\x01\x12#\n\x16truncate_prompt_tokens\x18\x0c \x01(\x05H\x03\x88\x01\x01\x42\x07\n\x05inputB\x04\n\x02_nB\x15\n\x13_add_special_tokensB\x19\n\x17_truncate_prompt_tokens\"\xa0\x01\n\x07Grammar\x12.\n\x0bjson_schema\x18\x01 \x01(\x0b\x32\x17.paceline.v1.JsonSchemaH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\x0e\n\x04\x65\x62nf\x18\x04 \x01(\tH\x00\x12%\n\x06\x63hoice\x18\x05 \x01(\x0b\x32\x13.paceline.v1.ChoiceH\x00\x42\x06\n\x04kind\",\n\nJsonSchema\x12\x0e\n\x06schema\x18\x01 \x01(\t\x12\x0e\n\x06strict\x18\x02 \x01(\x08\"\x17\n\x06\x43hoice\x12\r\n\x05texts\x18\x01 \x03(\t\"\xcd\x01\n\x0c\x43hatMessages\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.paceline.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x03 \x01(\x08\x12\x33\n\x12template_variables\x18\x04 \x01(\x0b\x32\x17.google.protobuf.StructB\x18\n\x16_add_generation_prompt\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x8a\x06\n\x08Sampling\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x04H\x08\x88\x01\x01\x12\x17\n\nmin_tokens\x18\n \x01(\rH\t\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0b \x01(\rH\n\x88\x01\x01\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x17\n\nignore_eos\x18\x0e \x01(\x08H\x0b\x88\x01\x01\x12\x38\n\nlogit_bias\x18\x0f \x03(\x0b\x32$.paceline.v1.Sampling.LogitBiasEntry\x12\x1c\n\x0fprompt_logprobs\x18\x10 \x01(\rH\x0c\x88\x01\x01\x12\"\n\x1ainclude_stop_str_in_output\x18\x11 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x12 \x01(\x08H\r\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\r\n\x0b_min_tokensB\x0b\n\t_logprobsB\r\n\x0b_ignore_eosB\x12\n\x10_prompt_logprobsB\x16\n\x14_skip_special_tokens\"\xbf\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.paceline.v1.TokenLogprob\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12!\n\x05usage\x18\x06 \x01(\x0b\x32\x12.paceline.v1.Usage\x12-\n\x0bspeculation\x18\x07 \x01(\x0b\x32\x18.paceline.v1.Speculation\x12\x1d\n\x15\x61\x63\x63\x65pted_draft_tokens\x18\x08 \x01(\r\x12\r\n\x05index\x18\t \x01(\r\x12\x32\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x19.paceline.v1.TokenLogprob\"F\n\x0cTokenLogprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"K\n\x0bSpeculation\x12\x11\n\tnum_steps\x18\x01 \x01(\r\x12\x13\n\x0bnum_drafted\x18\x02 \x01(\r\x12\x14\n\x0cnum_accepted\x18\x03 \x01(\r\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x32\x97\x01\n\nGeneration\x12I\n\x08Generate\x12\x1c.paceline.v1.GenerateRequest\x1a\x1d.paceline.v1.GenerateResponse0\x01\x12>\n\x05\x41\x62ort\x12\x19.paceline.v1.AbortRequest\x1a\x1a.paceline.v1.AbortResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,36 +34,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_GENERATEREQUEST']._serialized_start=41
-  _globals['_GENERATEREQUEST']._serialized_end=323
-  _globals['_GRAMMAR']._serialized_start=326
-  _globals['_GRAMMAR']._serialized_end=486
-  _globals['_JSONSCHEMA']._serialized_start=488
-  _globals['_JSONSCHEMA']._serialized_end=532
-  _globals['_CHOICE']._serialized_start=534
-  _globals['_CHOICE']._serialized_end=557
-  _globals['_CHATMESSAGES']._serialized_start=559
-  _globals['_CHATMESSAGES']._serialized_end=617
-  _globals['_CHATMESSAGE']._serialized_start=619
-  _globals['_CHATMESSAGE']._serialized_end=663
-  _globals['_TOKENIDS']._serialized_start=665
-  _globals['_TOKENIDS']._serialized_end=688
-  _globals['_SAMPLING']._serialized_start=691
-  _globals['_SAMPLING']._serialized_end=1325
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=1098
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=1146
-  _globals['_GENERATERESPONSE']._serialized_start=1328
-  _globals['_GENERATERESPONSE']._serialized_end=1580
-  _globals['_TOKENLOGPROB']._serialized_start=1582
-  _globals['_TOKENLOGPROB']._serialized_end=1652
-  _globals['_USAGE']._serialized_start=1654
-  _globals['_USAGE']._serialized_end=1734
-  _globals['_SPECULATION']._serialized_start=1736
-  _globals['_SPECULATION']._serialized_end=1811
-  _globals['_ABORTREQUEST']._serialized_start=1813
-  _globals['_ABORTREQUEST']._serialized_end=1847
-  _globals['_ABORTRESPONSE']._serialized_start=1849
-  _globals['_ABORTRESPONSE']._serialized_end=1879
-  _globals['_GENERATION']._serialized_start=1882
-  _globals['_GENERATION']._serialized_end=2033
+  _globals['_GENERATEREQUEST']._serialized_start=71
+  _globals['_GENERATEREQUEST']._serialized_end=495
+  _globals['_GRAMMAR']._serialized_start=498
+  _globals['_GRAMMAR']._serialized_end=658
+  _globals['_JSONSCHEMA']._serialized_start=660
+  _globals['_JSONSCHEMA']._serialized_end=704
+  _globals['_CHOICE']._serialized_start=706
+  _globals['_CHOICE']._serialized_end=729
+  _globals['_CHATMESSAGES']._serialized_start=732
+  _globals['_CHATMESSAGES']._serialized_end=937
+  _globals['_CHATMESSAGE']._serialized_start=939
+  _globals['_CHATMESSAGE']._serialized_end=983
+  _globals['_TOKENIDS']._serialized_start=985
+  _globals['_TOKENIDS']._serialized_end=1008
+  _globals['_SAMPLING']._serialized_start=1011
+  _globals['_SAMPLING']._serialized_end=1789
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=1518
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=1566
+  _globals['_GENERATERESPONSE']._serialized_start=1792
+  _globals['_GENERATERESPONSE']._serialized_end=2111
+  _globals['_TOKENLOGPROB']._serialized_start=2113
+  _globals['_TOKENLOGPROB']._serialized_end=2183
+  _globals['_USAGE']._serialized_start=2185
+  _globals['_USAGE']._serialized_end=2265
+  _globals['_SPECULATION']._serialized_start=2267
+  _globals['_SPECULATION']._serialized_end=2342
+  _globals['_ABORTREQUEST']._serialized_start=2344
+  _globals['_ABORTREQUEST']._serialized_end=2378
+  _globals['_ABORTRESPONSE']._serialized_start=2380
+  _globals['_ABORTRESPONSE']._serialized_end=2410
+  _globals['_GENERATION']._serialized_start=2413
+  _globals['_GENERATION']._serialized_end=2564
 # @@protoc_insertion_point(module_scope)

@@ -32,7 +32,10 @@ class GenerationStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GenerationAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_generate_pb2.GenerateRequest, _generate_pb2.GenerateResponse]
-    """Streams deltas; exactly one `finish_reason` per choice, then `usage` on the last message."""
+    """Streams deltas; exactly one `finish_reason` per choice; `usage` and `speculation`, over all choices, on the
+    last message. The call's deadline is the request's. A failed call says why in its trailing metadata:
+    paceline-code, paceline-param and retry-after.
+    """
     Abort: _grpc.UnaryUnaryMultiCallable[_generate_pb2.AbortRequest, _generate_pb2.AbortResponse]
     """Stops a request by the id the caller gave; unknown ids are not an error."""
 
@@ -40,7 +43,10 @@ class GenerationStub:
 class GenerationAsyncStub(GenerationStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_generate_pb2.GenerateRequest, _generate_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Streams deltas; exactly one `finish_reason` per choice, then `usage` on the last message."""
+    """Streams deltas; exactly one `finish_reason` per choice; `usage` and `speculation`, over all choices, on the
+    last message. The call's deadline is the request's. A failed call says why in its trailing metadata:
+    paceline-code, paceline-param and retry-after.
+    """
     Abort: _aio.UnaryUnaryMultiCallable[_generate_pb2.AbortRequest, _generate_pb2.AbortResponse]  # type: ignore[assignment]
     """Stops a request by the id the caller gave; unknown ids are not an error."""
 
@@ -51,7 +57,10 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
         request: _generate_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generate_pb2.GenerateResponse], _abc.AsyncIterator[_generate_pb2.GenerateResponse]]:
-        """Streams deltas; exactly one `finish_reason` per choice, then `usage` on the last message."""
+        """Streams deltas; exactly one `finish_reason` per choice; `usage` and `speculation`, over all choices, on the
+        last message. The call's deadline is the request's. A failed call says why in its trailing metadata:
+        paceline-code, paceline-param and retry-after.
+        """
 
     @_abc_1.abstractmethod
     def Abort(

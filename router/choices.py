@@ -1,0 +1,40 @@
+"""Several generations at once, their items told one by one. Must never know how they are shown."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+
+from router.errors import RouterError
+from router.generation import Ended, Generation, TextDelta
+
+Emit = Callable[[int, TextDelta | Ended], Awaitable[None]]
+
+
+async def run_all(generations: Sequence[Generation], emit: Emit) -> None:
+    """Run them all; `emit` gets the place of a generation and its next item, and may be called for several at
+    a time. The first RouterError closes all and is raised, as does being cancelled."""
+    if len(generations) == 1:
+        await _pump(0, generations[0], emit)
+        return
+    try:
+        async with asyncio.TaskGroup() as group:
+            for index, generation in enumerate(generations):
+                group.create_task(_pump(index, generation, emit))
+    except* RouterError as errors:
+        failed = errors
+    else:
+        return
+    raise _first(failed)
+
+
+async def _pump(index: int, generation: Generation, emit: Emit) -> None:
+    async with aclosing(generation.run()) as items:
+        async for item in items:
+            await emit(index, item)
+
+
+def _first(errors: BaseExceptionGroup[RouterError]) -> BaseException:
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
