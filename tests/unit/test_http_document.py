@@ -14,7 +14,7 @@ from tests.smollm2_text import smollm2_text
 from tests.unit.test_http import answering
 
 # Conversations are slow to make up.
-NUM_EXAMPLES = {"/v1/chat/completions": 8, "/tokenize": 8, "/v1/completions": 20, "/v1/responses": 16}
+NUM_EXAMPLES = {"/v1/chat/completions": 8, "/tokenize": 8, "/v1/completions": 8, "/v1/responses": 10}
 PATHS = document("1")["paths"]
 CASES = [
     *((path, "allowed") for path in PATHS if path != "/openapi.json"),  # Schemathesis leaves it out itself

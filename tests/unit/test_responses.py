@@ -134,7 +134,7 @@ async def test_input_is_a_string_or_messages_and_earlier_output() -> None:
         ({"truncation": "auto"}, "truncation"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 5000}, "max_output_tokens"),
-        ({"text": {"format": {"type": "nonsense"}}}, "text.format"),
+        ({"text": {"format": {"type": "nonsense"}}}, "text.format.type"),
         ({"text": {"verbosity": "high"}}, "text.verbosity"),
         ({"include": ["x"]}, "include"),
         ({"temperature": 3}, "temperature"),
