@@ -55,7 +55,7 @@ class SimConfig:
     step_s: float = 0.01
     max_delay_s: float = 0.002
     faults: Callable[[WriteHandle], Fault] = no_faults
-    engine: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    engine: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
     pairs: PairConfig = field(default_factory=PairConfig)
     host: HostConfig = field(default_factory=HostConfig)
