@@ -9,6 +9,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from bench.config import ClusterBench
+from bench.gateway_config import GatewayBench
 from bench.spec_config import SpecBench
 from deploy.threads import prepare
 
@@ -23,6 +24,17 @@ def cluster(settings: Annotated[ClusterBench, Parameter(name="*")] = ClusterBenc
     next to each other.
     """
     from bench.cluster import run
+
+    asyncio.run(run(settings))
+
+
+@app.command
+def gateway(settings: Annotated[GatewayBench, Parameter(name="*")] = GatewayBench()) -> None:  # noqa: B008  frozen
+    """Measure what the router adds to a request and to every event, before nodes that compute nothing.
+
+    Start it on a quiet machine. Times are counted from those of the client on a stub, without a gateway.
+    """
+    from bench.gateway import run
 
     asyncio.run(run(settings))
 

@@ -14,6 +14,7 @@ from typing import cast
 
 import uvloop
 
+from bench.ticks import TickReader
 from kv_transfer.ids import new_incarnation
 from wire.channel import Channel
 from wire.grpc_client import GrpcConnector
@@ -26,7 +27,11 @@ _TAIL = max(len(_END), len(_MARK) - 1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSpec:
-    """`direct` is a stub's address: then each request is followed by a direct call on it."""
+    """`direct` is a stub's address: then each request is followed by a direct call on it.
+
+    words: the answers are made of these, which tell the time (see `bench.ticks`); empty: they are not read.
+    model: named in the requests unless empty.
+    """
 
     host: str
     port: int
@@ -35,11 +40,16 @@ class LoadSpec:
     num_requests: int
     concurrency: int
     direct: str = ""
+    words: tuple[str, ...] = ()
+    model: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
 class LoadResult:
-    """Seconds. `ttft_s` and `direct_s` are in the order of sending; `num_events` counts SSE events."""
+    """Seconds. `ttft_s` and `direct_s` are in the order of sending; `num_events` counts SSE events.
+
+    lateness_s: of every word, from its sending to its reading here.
+    """
 
     elapsed_s: float = 0.0
     client_cpu_s: float = 0.0
@@ -48,6 +58,7 @@ class LoadResult:
     ttft_s: list[float] = field(default_factory=list)
     total_s: list[float] = field(default_factory=list)
     direct_s: list[float] = field(default_factory=list)
+    lateness_s: list[float] = field(default_factory=list)
 
 
 class AnswerCounter:
@@ -66,10 +77,40 @@ class AnswerCounter:
         self.is_complete = self._tail.endswith(_END)
 
 
+class WordFinder:
+    """Finds the texts of one streamed answer in whatever pieces it arrives. They hold no escapes."""
+
+    _BEGIN = b'"text":"'
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        self._rest += data
+        words: list[bytes] = []
+        while True:
+            start = self._rest.find(self._BEGIN)
+            end = self._rest.find(b'"', start + len(self._BEGIN)) if start >= 0 else -1
+            if end < 0:
+                self._rest = self._rest[start:] if start >= 0 else self._rest[-len(self._BEGIN) :]
+                return words
+            words.append(self._rest[start + len(self._BEGIN) : end])
+            self._rest = self._rest[end:]
+
+
 class _Connection(asyncio.Protocol):
     """One connection that sends the same request again and again until there are no more to send."""
 
-    def __init__(self, request: bytes, result: LoadResult, *, take: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        request: bytes,
+        result: LoadResult,
+        *,
+        take: Callable[[], bool],
+        reader: TickReader | None = None,
+    ) -> None:
+        self._reader = reader
+        self._words = WordFinder()
         self._request = request
         self._result = result
         self._take = take
@@ -101,6 +142,10 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         counter = self._counter
         counter.feed(data)
+        if self._reader is not None:
+            for word in self._words.feed(data):
+                if (lateness_s := self._reader.lateness_s(word)) is not None:
+                    self._result.lateness_s.append(lateness_s)
         if counter.num_events and not self._first:
             self._first = time.perf_counter()
         if counter.is_complete:
@@ -132,10 +177,11 @@ async def run(spec: LoadSpec) -> LoadResult:
 async def _flood(spec: LoadSpec, result: LoadResult) -> None:
     left = iter(range(spec.num_requests))
     loop, request = asyncio.get_running_loop(), request_bytes(spec)
+    reader = TickReader([word.encode() for word in spec.words]) if spec.words else None
     connections: list[_Connection] = []
     for _ in range(min(spec.concurrency, spec.num_requests)):
         _, connection = await loop.create_connection(
-            lambda: _Connection(request, result, take=lambda: next(left, None) is not None),
+            lambda: _Connection(request, result, take=lambda: next(left, None) is not None, reader=reader),
             spec.host,
             spec.port,
         )
@@ -191,6 +237,7 @@ def request_bytes(spec: LoadSpec) -> bytes:
     """The HTTP request that every connection repeats."""
     body = json.dumps(
         {
+            **({"model": spec.model} if spec.model else {}),
             "prompt": spec.prompt_ids,
             "max_tokens": spec.max_tokens,
             "temperature": 0,
@@ -206,10 +253,11 @@ def request_bytes(spec: LoadSpec) -> bytes:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, fromfile_prefix_chars="@")
     parser.add_argument("spec", help="LoadSpec as JSON")
     values = json.loads(parser.parse_args().spec)
-    spec = LoadSpec(**{**values, "prompt_ids": tuple(values["prompt_ids"])})
+    tuples = {name: tuple(values[name]) for name in ("prompt_ids", "words")}
+    spec = LoadSpec(**{**values, **tuples})
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         print(json.dumps(dataclasses.asdict(runner.run(run(spec)))))
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import uvloop
 
+from bench.ticks import tick
 from wire.channel import Channel, ChannelClosed
 from wire.grpc_server import GrpcServer
 from wire.host_events import NodeStatus
@@ -29,13 +30,17 @@ PAGE_SIZE = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StubConfig:
-    """`step_s` None: all tokens of a request at once; else one token of every request each `step_s`."""
+    """`step_s` None: all tokens of a request at once; else one token of every request each `step_s`.
+
+    tells_time: a token says when it was sent (see `bench.ticks`), instead of its index.
+    """
 
     registry: str
     model: str
     vocab_size: int
     token_ids: tuple[int, ...]
     step_s: float | None = None
+    tells_time: bool = False
 
 
 @dataclass(slots=True)
@@ -126,7 +131,11 @@ class StubNode:
 
     def _events(self, tid: TransferId, indices: Sequence[int], *, ends_at: int) -> list[Event]:
         ids = self._config.token_ids
-        events: list[Event] = [Tokens(tid=tid, first_index=i, ids=(ids[i % len(ids)],)) for i in indices]
+        now = tick() if self._config.tells_time else None
+        events: list[Event] = [
+            Tokens(tid=tid, first_index=i, ids=(ids[(i if now is None else now) % len(ids)],))
+            for i in indices
+        ]
         is_last = (indices[-1] + 1 if indices else ends_at) >= ends_at
         if is_last or self.record.role == "prefill":
             events.append(Finished(tid=tid, reason="length" if is_last else "handed_over", transport="stub"))
@@ -153,7 +162,7 @@ async def _beat(registry: RedisRegistry, record: NodeRecord) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, fromfile_prefix_chars="@")
     parser.add_argument("config", help="StubConfig as JSON")
     values = json.loads(parser.parse_args().config)
     config = StubConfig(**{**values, "token_ids": tuple(values["token_ids"])})

@@ -32,6 +32,9 @@ class RouterConfig:
     grpc_port: int = 50051
     """Port of the gRPC server; 0 takes a free one."""
 
+    reuse_port: bool = False
+    """Share both ports with other routers on this host; the system spreads connections over them."""
+
     registry: str = "redis://127.0.0.1:6379/0"
     """URL of the registry, a Redis or Valkey server."""
 

@@ -23,8 +23,10 @@ class RouterGrpcServer:
         address: str,
         *,
         credentials: grpc.ServerCredentials | None = None,
+        reuse_port: bool = False,
     ) -> None:
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        shared = dict(SERVER_OPTIONS) | {"grpc.so_reuseport": int(reuse_port)}
+        self._server = grpc.aio.server(options=tuple(shared.items()))
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # stubs miss it
         try:
             if credentials is None:

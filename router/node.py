@@ -189,6 +189,7 @@ async def _serve(
             router.grpc(),
             f"{_bracketed(config.host)}:{config.grpc_port}",
             credentials=config.access.grpc_credentials(),
+            reuse_port=config.reuse_port,
         )
         await rpc.start()
         http = HttpServer(uvicorn_config(_app(router, config), config.access))
@@ -289,12 +290,18 @@ def _listeners(config: RouterConfig) -> Iterator[list[socket.socket]]:
     """The main one first."""
     with contextlib.ExitStack() as stack:
         ports = [config.port, *filter(None, [config.monitoring.admin_port])]
-        yield [stack.enter_context(contextlib.closing(_listen(config.host, port))) for port in ports]
+        yield [stack.enter_context(contextlib.closing(_listen(config, port))) for port in ports]
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family, backlog=2048)
+def _listen(config: RouterConfig, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    # Only the users' port is shared: of the operators' pages each router has its own.
+    listener = socket.create_server(
+        (config.host, port),
+        family=family,
+        backlog=2048,
+        reuse_port=config.reuse_port and port == config.port,
+    )
     listener.setblocking(False)
     return listener
 
