@@ -1,8 +1,8 @@
 """DFLASH: a whole block drafted in one pass that attends to the target's features as context.
 
 Owns the draft KV in step with the target's: a slot's context KV is a function of the target's features
-there, so nothing of a request is kept between rounds, and what a page holds serves whoever shares it. Must
-never know the network (`speculative.drafts.dflash_network`).
+there, so what a page holds serves whoever shares it. While a request may not draft, writing that waits
+(`speculative.drafts.backlog`). Must never know the network (`speculative.drafts.dflash_network`).
 
 The block stands in the slots from `num_committed` on; what it writes there is scratch, overwritten by
 `observe` where rows were accepted, and by the next block elsewhere.
@@ -18,8 +18,10 @@ from engine.batch import ForwardOutput, Span
 from engine.models.model import Model
 from engine.pool import PagePool
 from engine.request import Request
+from speculative.drafts.backlog import Backlog, Reading
 from speculative.drafts.dflash_config import dflash_facts
 from speculative.drafts.dflash_network import MASK_EMBEDDING, DflashNetwork, check_target, tensor_name
+from speculative.drafts.extension import Extension
 from speculative.drafts.folder import DraftFolder, open_draft
 from speculative.drafts.layer import kv_spec
 from speculative.proposer import Advance, DraftNeeds, Proposal, Seed
@@ -42,11 +44,13 @@ class DflashConfig:
 
 
 class DflashProposer:
-    """Holds nothing of a request: its drafts are a function of its last token and the pool."""
+    """Drafts are a function of a request's last token and the pool; of requests that may not draft, it
+    holds what the pool still lacks."""
 
     def __init__(self, config: DflashConfig) -> None:
         folder = open_draft(config.draft, tensor_name)
         self._facts = dflash_facts(folder.config)
+        self._resting: frozenset[Request] = frozenset()  # of those last proposed for
         self._folder = _with_mask_embedding(folder, self._facts.mask_token_id)
         block_size = self._facts.block_size
         self.needs = DraftNeeds(
@@ -65,6 +69,7 @@ class DflashProposer:
         self._network = DflashNetwork(self._facts, reader, model, pool)
         reader.finish()
         self._page_size = pool.layout.page_size
+        self._backlog = Backlog(self._page_size)
 
     def admit(self, request: Request, seed: Seed | None) -> None:
         pass
@@ -72,6 +77,10 @@ class DflashProposer:
     @torch.inference_mode()
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Proposal]:
         counts = [min(limit, self.needs.max_draft_tokens) for limit in limits]
+        self._resting = frozenset(
+            request for request, count in zip(requests, counts, strict=True) if count <= 0
+        )
+        self._read(self._backlog.take([request for request in requests if request not in self._resting]))
         spans = [
             self._block(request, count) for request, count in zip(requests, counts, strict=True) if count > 0
         ]
@@ -82,23 +91,26 @@ class DflashProposer:
 
     @torch.inference_mode()
     def observe(self, advances: Sequence[Advance], output: ForwardOutput) -> None:
-        rows: list[int] = []
+        extensions = [_extension(advance) for advance in advances if advance.accepted_nodes]
+        if extensions:
+            self._read(self._backlog.put(extensions, output.hidden, resting=self._resting))
+
+    def _read(self, reading: Reading | None) -> None:
+        if reading is None:
+            return
         positions: list[int] = []
         slots: list[int] = []
-        for advance in advances:
-            request, count = advance.request, len(advance.accepted_nodes)
-            rows += [advance.rows[0] + node for node in advance.accepted_nodes]
-            for slot in range(request.num_committed - count, request.num_committed):
-                positions.append(slot)
-                slots.append(self._flat_slot(request, slot))
-        if rows:
-            self._network.write_context(self._network.join(output.hidden, rows), positions, slots)
+        for request, span in zip(reading.requests, reading.spans, strict=True):
+            positions += span.positions
+            slots += [self._flat_slot(request, slot) for slot in span.positions]
+        features_TX = self._network.join(reading.captured, range(len(slots)))
+        self._network.write_context(features_TX, positions, slots)
 
     def seed(self, request: Request) -> Seed:  # noqa: ARG002 - part of the seam
         return Seed()
 
     def forget(self, request: Request) -> None:
-        pass
+        self._backlog.forget(request)
 
     def _block(self, request: Request, count: int) -> Span:
         """The last token and masks after it; row i is the draft of position num_committed + i."""
@@ -114,6 +126,22 @@ class DflashProposer:
 
     def _flat_slot(self, request: Request, slot: int) -> int:
         return request.pages[slot // self._page_size] * self._page_size + slot % self._page_size
+
+
+def _extension(advance: Advance) -> Extension:
+    request, count = advance.request, len(advance.accepted_nodes)
+    start, stop = request.num_committed - count, request.num_committed
+    return Extension(
+        request=request,
+        rows=[advance.rows[0] + node for node in advance.accepted_nodes],
+        span=Span(
+            token_ids=request.tokens[start:stop],
+            num_committed=start,
+            pages=request.pages,
+            positions=range(start, stop),
+            logit_rows=(),
+        ),
+    )
 
 
 def _chain(drafted: Iterator[int], count: int) -> Proposal:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from random import Random
 from time import perf_counter
-from typing import Any
 
 import pytest
 import torch
@@ -125,6 +124,7 @@ def jumpy() -> AdaptiveBudget:
 DRAFTERS: Mapping[str, Callable[[], Proposer]] = {
     "eagle chain": lambda: head("eagle", CHAIN),
     "eagle3 tree": lambda: head("eagle3", TREE),
+    "mtp chain": lambda: head("mtp", CHAIN),
     "mtp modules": lambda: head("mtp_chain", CHAIN),
     "dflash": lambda: dflash("speculators"),
     "standalone": lambda: standalone("noisy"),
@@ -155,15 +155,11 @@ def test_draft_kv_keeps_step_through_rounds_that_draft_nothing() -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize(("name", "shape"), [("eagle", CHAIN), ("eagle3", TREE), ("mtp", CHAIN)])
-def test_a_head_that_slept_reads_up_and_drafts_as_after_a_fresh_prefill(
-    name: str, shape: Mapping[str, Any], page_size: int
-) -> None:
+@pytest.mark.parametrize("name", ["eagle chain", "eagle3 tree", "mtp chain", "dflash"])
+def test_a_head_that_slept_reads_up_and_drafts_as_after_a_fresh_prefill(name: str, page_size: int) -> None:
     def begun(limit: int, prompt: Sequence[int], num_outputs: int) -> tuple[EngineLoop, Request]:
         policy = DraftPolicy(budget=FixedBudget(limit))
-        engine = make_engine(
-            head(name, shape), page_size=page_size, num_pages=800 // page_size, policy=policy
-        )
+        engine = make_engine(DRAFTERS[name](), page_size=page_size, num_pages=800 // page_size, policy=policy)
         request = make_request("r", list(prompt), max_tokens=60)
         engine.add(request)
         while request.num_outputs < num_outputs:
