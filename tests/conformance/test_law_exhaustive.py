@@ -5,6 +5,7 @@ Logits are float64 here, so that the law holds to 1e-9 in every rule, filter and
 loses by float32 is the rounding of its weights (about 1e-7). The law to hold to comes from plain Python.
 """
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
