@@ -1,7 +1,7 @@
 """Coins whose numbers are known beforehand, and the cells of [0, 1) on which an outcome cannot change.
 
-With them a law is computed and not sampled: every cell of every coin is tried once, at its middle, and
-weighs its length.
+With them a law is computed and not sampled. Outcomes are monotone in a coin, so a cell is tried just inside
+both of its ends: a rule that changes its mind within a cell is caught, by half the cell's mass.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,19 +11,29 @@ from itertools import pairwise
 import torch
 
 Key = tuple[int, int, int]  # (position, stream, column)
-Cell = tuple[float, float]  # a coin inside, and the length
+Point = tuple[float, float]  # a coin, and how much of [0, 1) it stands for
 
-# Closer ends are one: what lies between them is rounding.
-_SAME = 1e-13
+# How far inside a cell its ends are tried; cells that are not much longer are rounding.
+_INSIDE = 1e-12
 
 
-def cells(ends: Iterable[float]) -> list[Cell]:
-    """The parts into which `ends` cut [0, 1)."""
+def points(ends: Iterable[float]) -> list[Point]:
+    """Both ends of every part into which `ends` cut [0, 1)."""
     cuts = [0.0]
     for end in sorted(end for end in ends if 0.0 < end < 1.0):
-        if end - cuts[-1] > _SAME and 1.0 - end > _SAME:
+        if end - cuts[-1] > 4 * _INSIDE and 1.0 - end > 4 * _INSIDE:
             cuts.append(end)
-    return [((low + high) / 2, high - low) for low, high in pairwise([*cuts, 1.0])]
+    return [
+        (coin, (high - low) / 2)
+        for low, high in pairwise([*cuts, 1.0])
+        for coin in (low + _INSIDE, high - _INSIDE)
+    ]
+
+
+def sides(bound: float) -> list[Point]:
+    """For an outcome that is one thing below `bound` and another above: just below, just above."""
+    below, above = (bound - _INSIDE, bound), (bound + _INSIDE, 1.0 - bound)
+    return [(coin, length) for coin, length in (below, above) if 0.0 <= coin < 1.0]
 
 
 def cdf(weights: Sequence[float]) -> list[float]:
