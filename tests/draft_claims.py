@@ -9,6 +9,7 @@ import torch
 from engine.pool import PagePool
 from engine.request import Request
 from speculative.loop import EngineLoop
+from speculative.policy import DraftPolicy
 from speculative.progress import Progress
 from speculative.proposer import Proposer
 from tests.conformance.test_loop import LENGTHS, prompt_of, reference
@@ -168,7 +169,12 @@ def spoil_after(engine: EngineLoop, request: Request) -> None:
 
 
 def check_pair(
-    algorithm: str, options: Mapping[str, object], make: Make, sampling: Mapping[str, Any] | None = None
+    algorithm: str,
+    options: Mapping[str, object],
+    make: Make,
+    sampling: Mapping[str, Any] | None = None,
+    *,
+    policy: DraftPolicy | None = None,
 ) -> NodePair:
     """A pair's rounds are the colocated engine's, one by one: cold, then with prefix hits on P and D."""
     engine_options: dict[str, Any] = {"num_pages": 600, "chunk_tokens": 32}
@@ -176,13 +182,16 @@ def check_pair(
         algorithm=algorithm,
         draft_options=options,
         prefill_options=engine_options,
-        decode_options=engine_options,
+        decode_options={**engine_options, "policy": policy},
     )
     wanted = {"max_tokens": 16, **(sampling or {})}
     lengths = (3, 16, 33, 64, 65, 129)
     colocated = {
         n: rounds_of(
-            run(make_engine(make(), **engine_options), [make_request("r", prompt_of(n), **wanted)])["r"]
+            run(
+                make_engine(make(), policy=policy, **engine_options),
+                [make_request("r", prompt_of(n), **wanted)],
+            )["r"]
         )
         for n in lengths
     }

@@ -131,28 +131,6 @@ def test_eagle_g5_the_first_token_of_a_drawn_draft_follows_p(rule: ChainRule) ->
     assert law.tolist() == pytest.approx(G5_P[0].tolist(), abs=1 / steps)
 
 
-def test_both_tokens_of_a_block_follow_the_joint_law() -> None:
-    steps = 24
-    grid = [(i + 0.5) / steps for i in range(steps)]
-    p_NV = torch.tensor([[0.75, 0.25], [0.25, 0.75], [0.5, 0.5]], dtype=torch.float64)
-    q_KV = torch.tensor([[0.5, 0.5], [0.5, 0.5]], dtype=torch.float64)
-    first = torch.zeros(2, dtype=torch.float64)
-    pair = torch.zeros(2, 2, dtype=torch.float64)
-    for drafts in itertools.product(range(2), range(2)):
-        for coin_1, coin_2, final in itertools.product(grid, grid, grid):
-            outcome = verify_chain(
-                BLOCK, drafts, p_NV=p_NV, q_KV=q_KV, coins=[coin_1, coin_2], final_coin=final
-            )
-            share = 0.25 / steps**3
-            first[outcome.token_ids[0]] += share
-            if len(outcome.token_ids) > 1:
-                pair[outcome.token_ids[0], outcome.token_ids[1]] += share
-            else:  # the next round draws the second token from p
-                pair[outcome.token_ids[0]] += share * p_NV[1]
-    assert first.tolist() == pytest.approx([0.75, 0.25], abs=0.02)
-    assert pair.flatten().tolist() == pytest.approx([0.1875, 0.5625, 0.0625, 0.1875], abs=0.02)
-
-
 def test_golden_trees_sampled_trees_and_chains_are_reproduced() -> None:
     for case in golden_cases(seed=5):
         parents = tuple(case["tree"]["parent"][1:])
