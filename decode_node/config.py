@@ -79,8 +79,8 @@ class DecodeConfig:
     """Folder of the draft model, for the algorithms that have one. Must be equal on both nodes of a pair."""
 
     draft_options: str = ""
-    """Settings of the algorithm, such as "num_steps=4,topk=4", and budget, budget_slots, simulate_acceptance;
-    any other name is refused."""
+    """Settings of the algorithm, such as "num_steps=4,topk=4", and acceptance, budget, budget_slots,
+    simulate_acceptance; any other name is refused."""
 
     threads: int = 0
     """Threads of the engine; 0: chosen from the cores available."""

@@ -1,4 +1,7 @@
-"""Sampling with drafts has the target's law: tokens 2 and 3 of many seeds against the exact distribution."""
+"""Sampling with drafts has the target's law: tokens 2 and 3 of many seeds against the exact distribution.
+
+Field report S08 (d). The same computed exactly, for every acceptance rule: `test_law_exhaustive.py`.
+"""
 
 from collections import Counter
 from collections.abc import Mapping
