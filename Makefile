@@ -52,7 +52,7 @@ $(VENV)/.paceline: pyproject.toml requirements/model.txt requirements/grammar.tx
 	@$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $@
 
-$(VENV)/.dev: requirements/dev.txt $(VENV)/.paceline
+$(VENV)/.dev: requirements/dev.txt requirements/otel.txt $(VENV)/.paceline
 	@echo "== development tools"
 	@$(PIP) install -r requirements/dev.txt
 	@touch $@

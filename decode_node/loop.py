@@ -6,6 +6,7 @@ socket, a thread or a wall clock.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from decode_node.handoff import seed_from
@@ -106,7 +107,9 @@ class DecodeLoop:
         intake: Intake,
         page_bytes: int,
         grammars: Grammars | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
+        """`clock` tells when a step is over; None: at the time it began."""
         self._engine = engine
         self._cache = engine.cache
         self._transfers = transfers
@@ -123,6 +126,7 @@ class DecodeLoop:
         self._transfer_s = 0.0
         self._is_draining = False
         self._now = 0.0
+        self._clock = clock
 
     def hello(self) -> Hello:
         return self._peers.hello()
@@ -265,10 +269,15 @@ class DecodeLoop:
         for request in result.preempted:
             self._counters["preempted"] += 1
             self._end(Preempted(tid=tid_of(request), next_index=request.num_outputs))
+        self._now = self._after_step(now)
         for progress in result.progress:
             self._report(progress)
         self._steps += bool(result.progress)
         return bool(result.progress)
+
+    def _after_step(self, before: float) -> float:
+        """What a step took belongs to the requests it served, where there is a clock to tell."""
+        return before if self._clock is None else self._clock()
 
     def take_outputs(self) -> list[Output]:
         outputs, self._outputs = [*self._outputs, *self._links.take()], []

@@ -58,6 +58,7 @@ def core_of(built: BuiltEngine, parts: CoreParts) -> DecodeLoop:
         transfers=transfers,
         peers=parts.peers,
         intake=parts.intake,
+        clock=parts.clock,
         page_bytes=pool.layout.page_bytes,
         grammars=built.grammars,
     )

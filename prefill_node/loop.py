@@ -6,6 +6,7 @@ or a wall clock.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.grammar import Grammars
@@ -90,7 +91,9 @@ class PrefillLoop:
         peers: PeerTable,
         intake: Intake,
         grammars: Grammars | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
+        """`clock` tells when a step is over; None: at the time it began."""
         self._engine = engine
         self._transfers = transfers
         self._peers = peers
@@ -104,6 +107,7 @@ class PrefillLoop:
         self._transfer_s = 0.0
         self._is_draining = False
         self._now = 0.0
+        self._clock = clock
 
     def hello(self) -> Hello:
         return self._peers.hello()
@@ -233,11 +237,16 @@ class PrefillLoop:
         result = self._engine.step()
         for request in result.admitted:
             self._admitted(request)
+        self._now = self._after_step(now)
         for progress in result.progress:
             self._advance(progress)
         self._poll()
         self._steps += bool(result.progress)
         return bool(result.progress)
+
+    def _after_step(self, before: float) -> float:
+        """What a step took belongs to the requests it served, where there is a clock to tell."""
+        return before if self._clock is None else self._clock()
 
     def take_outputs(self) -> list[Output]:
         outputs, self._outputs = [*self._outputs, *self._links.take()], []

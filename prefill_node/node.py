@@ -54,5 +54,6 @@ def core_of(built: BuiltEngine, parts: CoreParts) -> PrefillLoop:
         transfers=transfers,
         peers=parts.peers,
         intake=parts.intake,
+        clock=parts.clock,
         grammars=built.grammars,
     )

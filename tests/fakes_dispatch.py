@@ -180,6 +180,7 @@ def record(**changes: Any) -> NodeRecord:
 class FakeOperations:
     is_ready: bool = True
     num_feeds: int = 0
+    says: dict[str, Any] = field(default_factory=lambda: {"model": MODEL})
     answers: list[tuple[str, str, int]] = field(default_factory=list)
 
     def report(self) -> dict[str, Any]:
@@ -196,7 +197,7 @@ class FakeOperations:
 
     def feed(self) -> dict[str, Any]:
         self.num_feeds += 1
-        return {"model": MODEL}
+        return self.says
 
     def answered(self, route: str, *, method: str, status: int, seconds: float) -> None:
         self.answers.append((route, method, status))

@@ -64,6 +64,7 @@ class CoreParts:
 
     peers: PeerTable
     intake: Intake
+    clock: Callable[[], float]  # the engine thread's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +143,7 @@ async def serve_node(config: NodeConfig, facts: NodeFacts, role: Role) -> None:
         is_decode=role.may_write is not None,
     )
     intake = Intake(limits=facts.limits, max_waiting=config.max_waiting)
-    core = role.build_core(CoreParts(peers=peers, intake=intake))
+    core = role.build_core(CoreParts(peers=peers, intake=intake, clock=time.monotonic))
     record = NodeRecord(
         role=facts.role,
         address=address,
