@@ -21,7 +21,7 @@ from router.planning import Label, ModelFacts, check_token_ids, cut
 from router.text.options import TemplateOptions
 from router.text.parsers.catalogue import PLAIN, AnswerFormat
 from router.text.parsers.parts import Parser
-from router.text.parsers.tool_calls import JsonListCalls, NamedCall
+from router.text.parsers.tool_calls import JsonListCalls, NamedCall, PlainText
 
 _COMPLETION = Manner(object_name="text_completion", chunk_name="text_completion")
 # Enough of the prompt's end to see whether it opens the reasoning.
@@ -95,7 +95,7 @@ class Answers:
                 envelope,
                 tokenizer=self._door.tokenizer,
                 prompt=ShownPrompt(ids=prompt),
-                parts=self._parts(request.tools, prompt),
+                parts=self._parts(request.tools, wishes, prompt),
             )
             for index in range(wishes.n)
         ]
@@ -169,17 +169,25 @@ class Answers:
                 code="unsupported_parameter",
             )
         if tools.is_forced:
-            raise BadRequest(
-                "tool_choice must be none or auto", param="tool_choice", code="unsupported_parameter"
-            )
+            if options.constraint is not None:
+                raise BadRequest(
+                    f"tool_choice must be none or auto: {options.constraint.field} already says what form the"
+                    " answer has",
+                    param="tool_choice",
+                )
+            options = replace(options, constraint=tools.constraint())
         if self._has_special_markers(tools):
             options = replace(options, shows_special=True)
         return replace(wishes, options=options)
 
-    def _parts(self, tools: Tools, prompt: tuple[int, ...]) -> ChatParts:
+    def _parts(self, tools: Tools, wishes: Wishes, prompt: tuple[int, ...]) -> ChatParts:
+        """A constraint holds from the first token on, so such an answer has no reasoning."""
+        calls = self._calls(tools)
         prompt_end = "".join(map(self._door.tokenizer.token_text, prompt[-_NUM_END_TOKENS:]))
         return ChatParts(
-            self._format.parser(prompt_end=prompt_end, calls=self._calls(tools)),
+            self._format.parser(prompt_end=prompt_end, calls=calls)
+            if wishes.options.constraint is None
+            else calls or PlainText(),
             new_call_id=lambda: self._format.call_id(self._new_id()),
             max_calls=None if tools.is_parallel else 1,
             is_free=tools.choice != "named",

@@ -8,7 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from router.errors import BadRequest
 from router.openai.fields import Fields, refuse
+from router.openai.grammar import schema_constraint
+from router.requests import Constraint
 
 MAX_TOOLS = 128
 
@@ -32,21 +35,31 @@ class Tools:
     def is_forced(self) -> bool:
         return self.choice in ("required", "named")
 
-    def schema(self) -> dict[str, Any]:
-        """What a forced answer must be: the named tool's arguments, or a list of calls."""
+    def constraint(self) -> Constraint:
+        """What a forced answer must be: the named tool's arguments, or a list of calls. Raises BadRequest."""
         if self.choice == "named":
-            return next(_parameters(tool) for tool in self.definitions if _name(tool) == self.named)
+            index, tool = next((i, t) for i, t in enumerate(self.definitions) if _name(t) == self.named)
+            where = f"tools[{index}].function.parameters"
+            return schema_constraint(where, _parameters(tool), is_strict=_is_strict(tool))
+        return schema_constraint("tools", self._list_schema(), is_strict=False)
+
+    def _list_schema(self) -> dict[str, Any]:
+        shared: dict[str, Any] = {}
         calls = [
             {
                 "type": "object",
-                "properties": {"name": {"const": _name(tool)}, "parameters": _parameters(tool)},
+                "properties": {
+                    "name": {"type": "string", "enum": [_name(tool)]},
+                    "parameters": _hoisted(f"tools[{index}].function.parameters", _parameters(tool), shared),
+                },
                 "required": ["name", "parameters"],
                 "additionalProperties": False,
             }
-            for tool in self.definitions
+            for index, tool in enumerate(self.definitions)
         ]
-        schema: dict[str, Any] = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
-        return schema if self.is_parallel else {**schema, "maxItems": 1}
+        limit = {} if self.is_parallel else {"maxItems": 1}
+        schema: dict[str, Any] = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **limit}
+        return schema | shared
 
 
 NO_TOOLS = Tools()
@@ -105,3 +118,19 @@ def _name(tool: Mapping[str, Any]) -> str:
 
 def _parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
     return tool["function"].get("parameters") or {"type": "object", "properties": {}}
+
+
+def _is_strict(tool: Mapping[str, Any]) -> bool:
+    return tool["function"].get("strict") is True
+
+
+def _hoisted(where: str, parameters: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
+    """Without its definitions, which go into `shared`: references count from the root of a schema."""
+    for key in ("$defs", "definitions"):
+        for name, definition in parameters.get(key, {}).items():
+            if shared.setdefault(key, {}).setdefault(name, definition) != definition:
+                raise BadRequest(
+                    f"{where}.{key} must not give {name!r} another meaning than an earlier tool does",
+                    param=f"{where}.{key}",
+                )
+    return {key: value for key, value in parameters.items() if key not in ("$defs", "definitions")}

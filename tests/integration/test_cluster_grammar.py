@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 from openai import AsyncOpenAI, BadRequestError
@@ -89,4 +89,25 @@ async def test_a_pattern_that_means_nothing_is_a_bad_request_under_its_name(four
     assert caught.value.param == "structured_outputs.regex"
     assert caught.value.code == "bad_grammar"
     assert "Unclosed '['" in caught.value.message
+    await four_pairs.settle()
+
+
+async def test_a_tool_that_must_be_called_is_called_with_arguments_of_its_schema(
+    four_pairs: FourPairs,
+) -> None:
+    """Whole and streamed; the model has no format of its own for calls, the grammar gives it one."""
+    function: Json = {"name": "save_fruit", "parameters": Fruit.model_json_schema(), "strict": True}
+    tools: Json = {"tools": [{"type": "function", "function": function}], "parallel_tool_calls": False}
+    options: Json = ASK | tools | {"temperature": 0, "max_tokens": 100}
+    choices: list[Any] = ["required", {"type": "function", "function": {"name": "save_fruit"}}]
+    async with client_of(four_pairs) as client:
+        for choice in choices:
+            answer = await client.chat.completions.create(**options, tool_choice=choice)
+            (call,) = answer.choices[0].message.tool_calls or []
+            assert call.type == "function"
+            assert call.function.name == "save_fruit"
+            Fruit.model_validate_json(call.function.arguments)
+            async with client.chat.completions.stream(**options, tool_choice=choice) as stream:
+                streamed = (await stream.get_final_completion()).choices[0].message.tool_calls or []
+            assert streamed[0].function.arguments == call.function.arguments
     await four_pairs.settle()

@@ -1,3 +1,4 @@
+import json
 from typing import Any
 
 import pytest
@@ -101,3 +102,88 @@ async def test_the_template_is_shown_the_tools() -> None:
     text = ModelText(smollm2_text().tokenizer, template=template)
     ids = await text.encode_chat([{"role": "user", "content": "x"}], TemplateOptions(tools=TOOLS))
     assert text.tokenizer.decode(ids) == "weather;clock;"
+
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/City"}},
+    "required": ["city"],
+    "$defs": {"City": {"type": "string"}},
+}
+FORCED = [
+    {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "clock"}},
+]
+
+
+async def forced(body: dict[str, Any], text: str) -> tuple[Any, dict[str, Any]]:
+    """The choice, and the schema the nodes were given."""
+    dispatcher = FakeDispatcher(script=(*ids_of(text), EOS))
+    body = CHAT | {"tools": FORCED} | body
+    # No format is needed: the answer is JSON whatever the model's own way of calling is.
+    response = await post(dispatcher, "/v1/chat/completions", body)
+    assert response.status_code == 200, response.text
+    (request,) = dispatcher.requests
+    assert request.constraint is not None
+    return response.json()["choices"][0], json.loads(request.constraint.spec.value)
+
+
+async def test_a_required_call_is_a_list_of_calls_by_grammar() -> None:
+    text = '[{"name": "weather", "parameters": {"city": "Bern"}}, {"name": "clock", "parameters": {}}]'
+    choice, schema = await forced({"tool_choice": "required"}, text)
+    functions = [call["function"] for call in choice["message"]["tool_calls"]]
+    assert functions == [
+        {"name": "weather", "arguments": '{"city": "Bern"}'},
+        {"name": "clock", "arguments": "{}"},
+    ]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
+    assert (schema["type"], schema["minItems"]) == ("array", 1)
+    assert schema["$defs"] == PARAMETERS["$defs"]
+    weather, clock = schema["items"]["anyOf"]
+    assert weather["properties"]["name"]["enum"] == ["weather"]
+    assert "$defs" not in weather["properties"]["parameters"]
+    assert clock["properties"]["parameters"] == {"type": "object", "properties": {}}
+
+
+async def test_one_required_call_at_a_time_is_a_matter_of_grammar_too() -> None:
+    _, schema = await forced({"tool_choice": "required", "parallel_tool_calls": False}, "[]")
+    assert schema["maxItems"] == 1
+
+
+async def test_a_named_call_is_its_arguments_by_grammar() -> None:
+    named = {"type": "function", "function": {"name": "weather"}}
+    choice, schema = await forced({"tool_choice": named}, '{"city": "Bern"}')
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": '{"city": "Bern"}'}
+    assert schema == PARAMETERS
+    assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "json_object"}}, "tool_choice"),
+        (
+            {"tools": [*FORCED, {"type": "function", "function": {"name": "x", "parameters": {"not": {}}}}]},
+            "tools",
+        ),
+        (
+            {
+                "tools": [
+                    *FORCED,
+                    {
+                        "type": "function",
+                        "function": {"name": "x", "parameters": {"$defs": {"City": {"type": "null"}}}},
+                    },
+                ]
+            },
+            "tools[2].function.parameters.$defs",
+        ),
+    ],
+)
+async def test_what_no_grammar_can_hold_to_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    dispatcher = FakeDispatcher(script=(EOS,))
+    body = CHAT | {"tools": FORCED, "tool_choice": "required"} | fields
+    response = await post(dispatcher, "/v1/chat/completions", body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert dispatcher.requests == []
