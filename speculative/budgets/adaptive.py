@@ -45,12 +45,12 @@ class AdaptiveConfig:
         if self.slots:
             check_slots(self.slots)
 
-    def candidates(self, num_requests: int) -> list[int]:
+    def candidates(self, num_requests: int) -> tuple[int, ...]:
         found = next(
             (limits for size, limits in sorted(self.slots.items(), reverse=True) if size <= num_requests),
             _spaced(self.max_tokens),
         )
-        return sorted({min(limit, self.max_tokens) for limit in found})
+        return tuple(sorted({min(limit, self.max_tokens) for limit in found}))
 
 
 class AdaptiveBudget:
@@ -61,7 +61,7 @@ class AdaptiveBudget:
         self._clock = clock
         self._standing = Standing(config.max_tokens)
         self._costs = RoundCosts()
-        self._places: dict[int, _Place] = {}
+        self._places: dict[tuple[int, tuple[int, ...]], _Place] = {}
         self._round = _Round(num_requests=0, limit=0)
         self._num_switches = 0
         self._num_probes = 0
@@ -72,13 +72,12 @@ class AdaptiveBudget:
         return BudgetState(num_switches=self._num_switches, num_probes=self._num_probes, gain=self._gain)
 
     def start(self, num_requests: int) -> int:
-        size = range_of(num_requests)
-        place = self._places.get(size)
-        if place is None:
-            place = self._places[size] = _Place(self._config.candidates(num_requests))
+        candidates = self._config.candidates(num_requests)
+        place = self._places.setdefault((range_of(num_requests), candidates), _Place(candidates))
         worths = {limit: self._worth(num_requests, limit) for limit in place.candidates}
         self._num_switches += place.choose(worths)
-        self._gain = worths[place.limit] * self._costs.cost(num_requests, 0)
+        if self._costs.has_measured(num_requests, (0, place.limit)):
+            self._gain = worths[place.limit] * self._costs.cost(num_requests, 0)
         limit = self._probe(place, num_requests)
         self._num_probes += limit is not None
         self._round = _Round(
@@ -137,7 +136,7 @@ class _Round:
 class _Place:
     """One range of batch sizes. Invariant: `limit`, which is in force, is one of `candidates`."""
 
-    def __init__(self, candidates: list[int]) -> None:
+    def __init__(self, candidates: tuple[int, ...]) -> None:
         self.candidates = candidates
         self.limit = candidates[0]
         self._is_chosen = False

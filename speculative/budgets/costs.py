@@ -9,6 +9,7 @@ rounds around it. Limits and sizes that were never measured are inferred from th
 """
 
 import math
+from collections.abc import Iterable
 
 # Guess before any measurement: so many rows cost as much again as what a round costs without rows.
 _FREE_ROWS = 20.0
@@ -30,6 +31,9 @@ class RoundCosts:
 
     def cost(self, num_requests: int, limit: int) -> float:
         return self._range(num_requests).cost(limit, self._like(num_requests))
+
+    def has_measured(self, num_requests: int, limits: Iterable[int]) -> bool:
+        return self._range(num_requests).has_measured(limits)
 
     def observe(self, num_requests: int, limit: int, *, seconds: float, is_probe: bool) -> None:
         """A round took so long; `is_probe`: at another limit than those around it."""
@@ -58,6 +62,9 @@ class _Range:
     @property
     def is_compared(self) -> bool:
         return len(self._costs) > 1
+
+    def has_measured(self, limits: Iterable[int]) -> bool:
+        return all(limit in self._costs for limit in limits)
 
     def cost(self, limit: int, like: "_Range | None") -> float:
         if limit in self._costs:

@@ -124,8 +124,7 @@ def test_it_follows_acceptance_that_goes_and_returns(seconds: Callable[[int, int
     assert world.over_plain() > 1.0
 
 
-@pytest.mark.parametrize("chance", [0.0, 0.9])
-@pytest.mark.parametrize("free_rows", [4.0, 20.0])
+@pytest.mark.parametrize(("free_rows", "chance"), [(4.0, 0.0), (4.0, 0.9), (20.0, 0.9)])
 def test_no_batch_size_loses_and_none_is_a_cliff(free_rows: float, chance: float) -> None:
     """An engine for each size; the best limit itself brings less and less, without a cliff."""
     gains = []
@@ -233,12 +232,27 @@ def test_only_the_given_limits_are_used_at_each_size() -> None:
     assert (small, set(world.limits)) == ({1, 4, 6}, {0, 2})
 
 
+def test_slots_may_begin_at_any_size() -> None:
+    budget = AdaptiveBudget(AdaptiveConfig(max_tokens=6, slots={1: (2,), 9: (3,)}), clock=lambda: 0.0)
+    assert [budget.start(size) for size in (8, 9, 8)] == [2, 3, 2]
+
+
+def test_the_gain_is_told_once_both_sides_of_it_were_measured() -> None:
+    world = World(CHEAP, seed=8)
+    world.run(2, chance=0.9)
+    assert 0 not in world.limits
+    assert world.budget.state.gain == 1.0
+    world.run(200, chance=0.9)
+    assert 0 in world.limits
+    assert world.budget.state.gain > 3
+
+
 def test_limits_are_close_where_one_more_matters_and_end_at_the_most() -> None:
     assert [AdaptiveConfig(max_tokens=most).candidates(1) for most in (0, 1, 3, 15)] == [
-        [0],
-        [0, 1],
-        [0, 1, 2, 3],
-        [0, 1, 2, 3, 4, 6, 8, 12, 15],
+        (0,),
+        (0, 1),
+        (0, 1, 2, 3),
+        (0, 1, 2, 3, 4, 6, 8, 12, 15),
     ]
 
 
