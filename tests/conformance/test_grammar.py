@@ -4,6 +4,7 @@ decoding gives, and leaves everybody else alone."""
 import json
 from collections.abc import Sequence
 from functools import cache
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -221,3 +222,23 @@ def test_drafts_that_stand_unasked_end_the_request_and_no_other() -> None:
     history = run(engine, requests)
     assert len(tokens_of(history["n"])) == 20
     assert history["r"][-1].error.endswith("does not follow the request's grammar")
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_it_holds_where_drafts_are_drawn_without_it(rule: str) -> None:
+    """The draft knows no grammar: most of what it draws falls, and nothing of that is emitted."""
+    drafted = accepted = 0
+    for kind in ("json_schema", "regex", "choice"):
+        drafting = create_proposer("eagle", {"draft": str(tiny_draft("eagle")), "num_steps": 3})
+        policy = policy_of({"acceptance": rule}, max_draft_tokens=3, clock=perf_counter)
+        engine = make_engine(drafting, policy=policy)
+        request, neighbour = (
+            constrained("r", SPECS[kind], **SAMPLED),
+            make_request("n", prompt_of(12), temperature=1.0, max_tokens=40),
+        )
+        history = run(engine, [request, neighbour])
+        assert is_output(SPECS[kind], tokens_of(history["r"]), history["r"][-1].finish_reason)
+        assert len(tokens_of(history["n"])) == 40
+        drafted += sum(progress.num_drafted for progress in history["r"])
+        accepted += sum(progress.num_accepted for progress in history["r"])
+    assert drafted > accepted > 0

@@ -57,6 +57,7 @@ uint32 = st.integers(0, 2**32 - 1)
 uint64 = st.integers(0, 2**64 - 1)
 int31 = st.integers(0, 2**31 - 1)
 double = st.floats(allow_nan=False)
+finite = st.floats(allow_nan=False, allow_infinity=False)
 name = st.text(max_size=8)
 some_name = st.text(min_size=1, max_size=8)
 incarnation = some_name.map(Incarnation)
@@ -210,7 +211,7 @@ def finals(draw: st.DrawFn) -> Final:
 
 to_prefill = st.one_of(
     hello,
-    st.builds(Reserve, tid=tid, page_ids=token_ids, skip_tokens=uint32, deadline_s=double),
+    st.builds(Reserve, tid=tid, page_ids=token_ids, skip_tokens=uint32, deadline_s=finite),
     st.builds(Renew, tids=st.lists(tid, max_size=3).map(tuple)),
     st.builds(CancelTransfer, tid=tid),
 )
