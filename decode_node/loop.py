@@ -53,6 +53,7 @@ from wire.host_events import (
     LinkOpened,
     NodeStatus,
     Output,
+    PagesChanged,
     PeerAccepted,
     PeerClosed,
     PeerHello,
@@ -273,6 +274,8 @@ class DecodeLoop:
         for progress in result.progress:
             self._report(progress)
         self._steps += bool(result.progress)
+        if (changes := self._cache.take_changes()) is not None:
+            self._outputs.append(PagesChanged(changes=changes))
         return bool(result.progress)
 
     def _after_step(self, before: float) -> float:
@@ -295,8 +298,8 @@ class DecodeLoop:
                 self._drop(event.peer, event.reason)
 
     def _grant(self) -> None:
-        """Lease pages to waiting transfers in order of arrival, while what runs can go on growing."""
-        waiting = self._transfers.grantable()
+        """Lease pages to waiting transfers, the most urgent first, while what runs can go on growing."""
+        waiting = sorted(self._transfers.grantable(), key=lambda tid: self._incoming[tid].priority)
         leased = [request for tid, request in self._incoming.items() if self._cache.has_lease(tid)]
         for tid in waiting:
             request = self._incoming[tid]

@@ -7,6 +7,7 @@ lease exists.
 from collections.abc import Hashable, Iterable, Sequence
 
 from engine.errors import OutOfPages
+from engine.page_hash import CacheChanges, PageHash
 from engine.pages import Owner, PageLedger
 from engine.prefix_cache import PrefixCache
 from engine.request import Request
@@ -22,7 +23,8 @@ class KvCache:
         self.page_size = page_size
         self._lookahead = lookahead
         self._ledger = PageLedger(num_pages)
-        self._prefix = PrefixCache(page_size=page_size, fingerprint=fingerprint, lookahead=lookahead)
+        self._hashing = PageHash(fingerprint=fingerprint, page_size=page_size, lookahead=lookahead)
+        self._prefix = PrefixCache(self._hashing)
         self._leases: dict[Hashable, list[int]] = {}
         self._quarantine: dict[Hashable, list[int]] = {}
 
@@ -51,17 +53,19 @@ class KvCache:
         assert not request.pages
         assert request.num_committed == 0
         prompt = request.prompt_ids
-        max_pages = self._max_shared(prompt) if request.sampling.prompt_logprobs is None else 0
+        max_pages = (
+            self._hashing.num_shareable(len(prompt)) if request.sampling.prompt_logprobs is None else 0
+        )
         found = self._prefix.match(prompt, request.cache_salt, max_pages=max_pages)
         self._prefix.acquire(found)
         request.pages = [entry.page for entry in found]
-        request.chain = found[-1].digest if found else self._prefix.root(request.cache_salt)
+        request.chain = found[-1].digest if found else self._hashing.root(request.cache_salt)
         request.num_published_pages = len(found)
         request.num_committed = request.num_cached_tokens = len(found) * self.page_size
 
     def cached_pages(self, prompt: Sequence[int], salt: str) -> int:
         """How many pages `attach_prefix` would find."""
-        return len(self._prefix.match(prompt, salt, max_pages=self._max_shared(prompt)))
+        return len(self._prefix.match(prompt, salt, max_pages=self._hashing.num_shareable(len(prompt))))
 
     def grow(self, request: Request, num_slots: int) -> None:
         """Give the request pages for `num_slots` slots. Raises OutOfPages and changes nothing."""
@@ -80,7 +84,7 @@ class KvCache:
         while (request.num_published_pages + 1) * size <= num_final:
             index = request.num_published_pages
             tokens = request.tokens[index * size : (index + 1) * size + self._lookahead]
-            request.chain = self._prefix.link(request.chain, tokens)
+            request.chain = self._hashing.link(request.chain, tokens)
             request.num_published_pages += 1
             page = request.pages[index]
             if self._prefix.insert(request.chain, page):
@@ -95,6 +99,10 @@ class KvCache:
                 self._ledger.release([page], Owner.REQUEST, request.key)
         request.pages = []
         request.num_committed = request.num_published_pages = 0
+
+    def take_changes(self) -> CacheChanges | None:
+        """What the prefix cache took in and gave up since the last call; None when nothing."""
+        return self._prefix.take_changes()
 
     def lease(self, holder: Hashable, count: int) -> tuple[int, ...]:
         """Pages whose addresses go to a peer. Raises OutOfPages."""
@@ -146,9 +154,6 @@ class KvCache:
             if users.get(page, 0) != count:
                 found.append(f"cached page {page} counts {count} users, {users.get(page, 0)} exist")
         return found
-
-    def _max_shared(self, prompt: Sequence[int]) -> int:
-        return max(0, len(prompt) - max(1, self._lookahead)) // self.page_size
 
     def _take(self, count: int, owner: Owner, holder: Hashable) -> list[int]:
         if count > self.num_available:

@@ -1,15 +1,16 @@
 """Full KV pages kept by content, so that an equal prefix is computed once.
 
-A page is known by a hash chain over (parent hash, its tokens and those after it that it depends on);
-the chain starts from the model's fingerprint and the request's cache salt. Must never know about
-requests or transfers.
+Owns what is cached, and the news of it. Must never know about requests or transfers.
 """
 
-import hashlib
-from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from engine.page_hash import CacheChanges, PageHash
+
+MAX_CHANGES = 16384
+"""News that nobody asked for; behind that all of it is told anew."""
 
 
 @dataclass(slots=True, eq=False)
@@ -24,13 +25,12 @@ class CachedPage:
 class PrefixCache:
     """Invariant: `_idle` holds exactly the cached pages without users, least recently used first."""
 
-    def __init__(self, *, page_size: int, fingerprint: str, lookahead: int = 0) -> None:
-        self.page_size = page_size
-        self._lookahead = lookahead
-        self._root = fingerprint.encode()
+    def __init__(self, hashing: PageHash) -> None:
+        self.hashing = hashing
         self._by_digest: dict[bytes, CachedPage] = {}
         self._by_page: dict[int, CachedPage] = {}
         self._idle: OrderedDict[int, CachedPage] = OrderedDict()
+        self._changes: dict[bytes, bool] | None = None
 
     @property
     def num_idle(self) -> int:
@@ -42,17 +42,10 @@ class PrefixCache:
     def pages(self) -> list[int]:
         return list(self._by_page)
 
-    def root(self, salt: str) -> bytes:
-        return hashlib.blake2b(self._root + b"\0" + salt.encode(), digest_size=16).digest()
-
-    def link(self, parent: bytes, tokens: Sequence[int]) -> bytes:
-        """Digest of the page holding `tokens` (`page_size` of them, then the lookahead) after `parent`."""
-        return hashlib.blake2b(parent + array("i", tokens).tobytes(), digest_size=16).digest()
-
     def match(self, tokens: Sequence[int], salt: str, *, max_pages: int) -> list[CachedPage]:
         """The longest cached run of pages at the start of `tokens`. Takes no reference."""
         found = []
-        for digest in self._chain(tokens, salt, max_pages):
+        for digest in self.hashing.chain(tokens, salt, max_pages=max_pages):
             entry = self._by_digest.get(digest)
             if entry is None:
                 break
@@ -71,6 +64,7 @@ class PrefixCache:
         entry = CachedPage(page, digest, num_users=1)
         self._by_digest[digest] = entry
         self._by_page[page] = entry
+        self._note(digest, is_stored=True)
         return True
 
     def release(self, page: int) -> None:
@@ -84,16 +78,27 @@ class PrefixCache:
         """Forget the page that has been unused longest, and return it."""
         page, entry = self._idle.popitem(last=False)
         del self._by_page[page], self._by_digest[entry.digest]
+        self._note(entry.digest, is_stored=False)
         return page
 
     def users(self) -> dict[int, int]:
         return {page: entry.num_users for page, entry in self._by_page.items()}
 
-    def _chain(self, tokens: Sequence[int], salt: str, max_pages: int) -> Iterator[bytes]:
-        digest = self.root(salt)
-        for start in range(0, min(max_pages * self.page_size, len(tokens)), self.page_size):
-            page_tokens = tokens[start : start + self.page_size + self._lookahead]
-            if len(page_tokens) < self.page_size + self._lookahead:
-                return
-            digest = self.link(digest, page_tokens)
-            yield digest
+    def take_changes(self) -> CacheChanges | None:
+        """News since the last call, None when there is none; first, and after too much of it, everything."""
+        changes, self._changes = self._changes, {}
+        if changes is None:
+            return CacheChanges(stored=tuple(self._by_digest), hashing=self.hashing)
+        if not changes:
+            return None
+        return CacheChanges(
+            stored=tuple(digest for digest, is_stored in changes.items() if is_stored),
+            removed=tuple(digest for digest, is_stored in changes.items() if not is_stored),
+        )
+
+    def _note(self, digest: bytes, *, is_stored: bool) -> None:
+        if self._changes is None:
+            return
+        self._changes[digest] = is_stored
+        if len(self._changes) > MAX_CHANGES:
+            self._changes = None

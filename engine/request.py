@@ -19,6 +19,7 @@ class Request:
     pages: page ids in order; slot s of the request lies in pages[s // page_size]. Those that the
         prefix cache owns are shared and never written again; the rest belong to this request.
     num_published_pages, chain: how far the prefix cache has seen this request, and its digest there.
+    priority: the lower, the sooner it starts, and the later it is given up when pages run out.
     matcher: where the outputs so far, earlier attempts' too, stand in their grammar; None without one.
     num_committed: slots [0, num_committed) hold the KV of tokens [0, num_committed).
     """
@@ -28,6 +29,7 @@ class Request:
     num_prompt_tokens: int
     sampling: SamplingParams
     cache_salt: str = ""
+    priority: int = 0
     matcher: Matcher | None = None
     tokens: list[int] = field(init=False)
     pages: list[int] = field(default_factory=list)

@@ -33,8 +33,8 @@ class SchedulerLimits:
 
 
 class Scheduler:
-    """First come, first served. Invariant: a running request holds pages for its whole prompt, and the
-    oldest running request is never the one to be preempted."""
+    """The lowest priority number first, then first come, first served. Invariant: a running request holds
+    pages for its whole prompt, and of the most urgent the oldest is never the one to be preempted."""
 
     def __init__(self, cache: KvCache, limits: SchedulerLimits) -> None:
         self._cache = cache
@@ -92,7 +92,7 @@ class Scheduler:
     def admit(self) -> list[Request]:
         """Move waiting requests to the running ones while pages for their prompts are there."""
         admitted: list[Request] = []
-        for key, request in list(self._waiting.items()):
+        for key, request in sorted(self._waiting.items(), key=lambda item: item[1].priority):
             if not self._try_admit(request):
                 break
             del self._waiting[key]
@@ -107,10 +107,10 @@ class Scheduler:
         return [request for request in self._running.values() if not request.is_prompt_done]
 
     def chunks(self) -> list[tuple[Request, int]]:
-        """Prompt tokens to compute now, oldest request first, within `chunk_tokens` and `scored_tokens`."""
+        """Prompt tokens to compute now, the most urgent first, within `chunk_tokens` and `scored_tokens`."""
         budget, scored_budget = self._limits.chunk_tokens, self._limits.scored_tokens
         planned = []
-        for request in self.prefilling():
+        for request in sorted(self.prefilling(), key=lambda request: request.priority):
             count = min(budget, len(request.prompt_ids) - request.num_committed)
             if request.sampling.prompt_logprobs is not None:
                 count = min(count, scored_budget)
@@ -123,8 +123,8 @@ class Scheduler:
         return planned
 
     def youngest(self) -> Request:
-        """The running request to give up first."""
-        return next(reversed(self._running.values()))
+        """The running request to give up first: of the least urgent, the last that started."""
+        return max(reversed(self._running.values()), key=lambda request: request.priority)
 
     def _try_admit(self, request: Request) -> bool:
         self._cache.attach_prefix(request)

@@ -52,6 +52,7 @@ from wire.host_events import (
     LinkOpened,
     NodeStatus,
     Output,
+    PagesChanged,
     PeerAccepted,
     PeerClosed,
     PeerHello,
@@ -242,6 +243,8 @@ class PrefillLoop:
             self._advance(progress)
         self._poll()
         self._steps += bool(result.progress)
+        if (changes := self._engine.cache.take_changes()) is not None:
+            self._outputs.append(PagesChanged(changes=changes))
         return bool(result.progress)
 
     def _after_step(self, before: float) -> float:

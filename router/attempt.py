@@ -53,10 +53,14 @@ _NOT_THE_USERS_CODES = _REFUSED_CODES | {"cancelled", "duplicate"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """The two nodes of an attempt. `prefill` None: the decode node does the prompt itself."""
+    """The two nodes of an attempt. `prefill` None: the decode node does the prompt itself.
+
+    `cached_tokens`: how many of the prompt the node that computes it is believed to have already.
+    """
 
     prefill: NodeRecord | None
     decode: NodeRecord
+    cached_tokens: int = 0
 
     @property
     def key(self) -> tuple[str | None, str]:
@@ -192,7 +196,7 @@ class Attempt:
         num_tokens = len(request.prompt_ids)
         facts = RequestFacts(num_prompt_tokens=num_tokens, max_tokens=request.sampling.max_tokens)
         self._decode_pages = pages_of(facts, self.route.decode.page_size)
-        num_tokens += self._num_before
+        num_tokens += self._num_before - self.route.cached_tokens
         for side, node in self._sides.items():
             self._links.sent.add(
                 node.incarnation,

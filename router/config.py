@@ -39,7 +39,7 @@ class RouterConfig:
     """URL of the registry, a Redis or Valkey server."""
 
     policy: str = "least_load"
-    """How nodes are chosen: least_load, power_of_two or round_robin."""
+    """How nodes are chosen: least_load, power_of_two, prefix or round_robin."""
 
     policy_seed: int = 0
     """Seed of policies that draw at random."""
@@ -48,7 +48,7 @@ class RouterConfig:
     """Decode nodes compute all prompts themselves; no prefill node is needed."""
 
     local_prompt_tokens: int = 0
-    """Decode nodes compute prompts of up to so many tokens themselves; 0: none."""
+    """Decode nodes compute prompts themselves of which they lack so many tokens or fewer; 0: none."""
 
     min_prefill: int = 1
     """Prefill nodes that must have proved themselves before /ready says yes."""

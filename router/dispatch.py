@@ -180,6 +180,7 @@ class Dispatcher:
         decision = await self._routing.choose(run)
         run.dispatch()
         self._stats.decided(self._config.policy, decision.kind)
+        self._stats.believed_cached(decision.route.cached_tokens)
         return Attempt(
             run.request,
             tid=TransferId(run.request_id, run.num_attempts),

@@ -9,7 +9,8 @@ from router.admission import QueueConfig
 class DispatchConfig:
     """`max_attempts` bounds the attempts that fail; `max_preemptions`, apart, those that ran out of pages.
 
-    `colocated`: decode nodes do all prompts. `local_prompt_tokens`: they do prompts up to that long.
+    `colocated`: decode nodes do all prompts. `local_prompt_tokens`: they do those of which they have to
+    compute no more than that.
     `admits_by_pages`: a request waits here until a decode node has room for what it is counted on to need.
     `requeue_wait_s`: how long a broken request waits for a pair; a new one does not wait.
     """

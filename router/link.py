@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from router.mailbox import Arrival, LinkLost, Mailbox
+from router.prefix_index import PrefixIndex
 from wire.channel import Channel, ChannelClosed, Connector
+from wire.kv_events import KvSubscribe, KvUpdate
 from wire.outbox import run_until_closed
 from wire.records import NodeRecord
 from wire.work import (
@@ -71,6 +73,7 @@ class Link:
         config: LinkConfig,
         on_change: Callable[[], None],
         on_late: Callable[[], None],
+        index: PrefixIndex | None = None,
     ) -> None:
         self.record = record
         self.is_open = False
@@ -80,8 +83,9 @@ class Link:
         self._config = config
         self._on_change = on_change
         self._on_late = on_late
+        self._index = index
         self._legs: dict[TransferId, Leg] = {}
-        self._outbox: asyncio.Queue[Submit | Cancel] = asyncio.Queue()
+        self._outbox: asyncio.Queue[Submit | Cancel | KvSubscribe] = asyncio.Queue()
 
     def submit(self, submit: Submit, *, side: str, mailbox: Mailbox) -> Leg:
         """Send work and listen for its events. A link that is down answers with LinkLost."""
@@ -127,24 +131,30 @@ class Link:
             channel = await self._connector.work(self.record.address)
         try:
             async with asyncio.timeout(self._config.open_timeout_s):
-                await self._greet(channel)
+                hello = await self._greet(channel)
             self._outbox = asyncio.Queue()
+            if self._index is not None and hello.has_kv_events:
+                self._outbox.put_nowait(KvSubscribe())
             self.is_open, self.reason = True, ""
             self._on_change()
             raise ChannelClosed(await run_until_closed(self._read(channel), self._write(channel)))
         finally:
             await channel.close()
 
-    async def _greet(self, channel: Channel) -> None:
+    async def _greet(self, channel: Channel) -> WorkHello:
         await channel.send(WorkHello(incarnation=self._router, role="router"))
         hello = await channel.receive()
         expected = (self.record.role, self.record.incarnation)
         if not isinstance(hello, WorkHello) or (hello.role, hello.incarnation) != expected:
             raise ChannelClosed(f"expected a hello of {expected}, got {hello!r}")
+        return hello
 
     async def _read(self, channel: Channel) -> None:
         while True:
             frame = await channel.receive()
+            if isinstance(frame, KvUpdate):
+                self._note_pages(frame)
+                continue
             if not isinstance(frame, Frame):
                 raise ChannelClosed(f"expected a Frame, got {frame!r}")
             for event in frame.events:
@@ -159,7 +169,13 @@ class Link:
             except TimeoutError:
                 raise ChannelClosed("timed out") from None
             except ValueError as error:  # it fits no wire message: its own request's fault, not the link's
+                if isinstance(message, KvSubscribe):
+                    raise
                 self._deliver(Rejected(tid=message.tid, code=UNSENDABLE, retryable=False, reason=str(error)))
+
+    def _note_pages(self, update: KvUpdate) -> None:
+        if self._index is not None and not self._index.take(self.record.incarnation, update):
+            self._outbox.put_nowait(KvSubscribe())
 
     def _deliver(self, event: Event) -> None:
         leg = self._legs.get(event.tid)
@@ -173,6 +189,8 @@ class Link:
 
     def _lose(self, reason: str) -> None:
         self.is_open, self.reason = False, reason
+        if self._index is not None:
+            self._index.forget(self.record.incarnation)
         self._on_change()
         legs, self._legs = self._legs, {}
         for leg in legs.values():

@@ -10,6 +10,7 @@ from typing import Protocol
 from router.link import Leg, Link, LinkConfig
 from router.loads import SentBook
 from router.mailbox import Mailbox
+from router.prefix_index import PrefixIndex
 from router.stats import RouterStats
 from wire.channel import Connector
 from wire.records import NodeRecord
@@ -42,6 +43,7 @@ class NodeLinks:
         router: Incarnation,
         stats: RouterStats,
         config: LinkConfig,
+        index: PrefixIndex | None = None,
     ) -> None:
         self.sent = SentBook()
         self._nodes = nodes
@@ -49,6 +51,7 @@ class NodeLinks:
         self._router = router
         self._stats = stats
         self._config = config
+        self.index = index
         self._links: dict[Incarnation, Link] = {}
         self._listeners: list[Callable[[], None]] = []
         self._registry_changed = asyncio.Event()
@@ -110,6 +113,7 @@ class NodeLinks:
             config=self._config,
             on_change=self._tell,
             on_late=self._stats.late_event,
+            index=self.index,
         )
 
     def _tell(self) -> None:

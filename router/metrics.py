@@ -53,6 +53,12 @@ ROUTER_METRICS = (
     gauge("paceline_router_in_flight", "in_flight", "Requests being served."),
     gauge("paceline_router_queue_requests", "queue_requests", "Requests that wait for their turn."),
     gauge("paceline_router_queue_bytes", "queue_bytes", "Bytes of the prompts that wait."),
+    gauge("paceline_router_prefix_pages", "prefix_pages", "Cached pages of nodes, as they told."),
+    counter(
+        "paceline_router_believed_cached_tokens_total",
+        "believed_cached",
+        "Prompt tokens sent to nodes that were believed to have them cached.",
+    ),
     gauge("paceline_router_ready_pairs", "ready_pairs", "Pairs that may be used."),
     gauge("paceline_router_pairs", "pairs/*", "Pairs by state.", "state"),
     gauge("paceline_router_registry_stale", "registry_stale", "1 while the registry does not answer."),

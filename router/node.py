@@ -35,6 +35,7 @@ from router.openai.answers import Answers
 from router.overview import Overview, RegistrySight
 from router.pairs import PairBook, PairConfig
 from router.planning import Planner
+from router.prefix_index import PrefixIndex
 from router.served import ServedModel
 from router.stats import RouterStats
 from router.tenants import weights_of
@@ -88,7 +89,12 @@ class Router:
     def __init__(self, config: RouterConfig, *, connector: Connector, nodes: Nodes, text: ModelText) -> None:
         stats = RouterStats()
         self._links = NodeLinks(
-            nodes, connector=connector, router=new_incarnation(), stats=stats, config=LinkConfig()
+            nodes,
+            connector=connector,
+            router=new_incarnation(),
+            stats=stats,
+            config=LinkConfig(),
+            index=PrefixIndex(on_size=stats.prefix_pages) if _wants_index(config) else None,
         )
         self._pairs = PairBook(self._links, stats=stats, new_id=_new_id, config=_pair_config(config))
         self.dispatcher = Dispatcher(
@@ -335,6 +341,11 @@ def _pair_config(config: RouterConfig) -> PairConfig:
         min_decode=config.min_decode,
         canary_timeout_s=config.canary_timeout_s,
     )
+
+
+def _wants_index(config: RouterConfig) -> bool:
+    """Nodes tell of their cached pages only where somebody looks at them."""
+    return config.policy == "prefix" or config.local_prompt_tokens > 0
 
 
 def _dispatch_config(config: RouterConfig) -> DispatchConfig:

@@ -6,7 +6,7 @@ order, and chooses prefill and decode node together.
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Protocol
 
@@ -16,6 +16,10 @@ from wire.work import Incarnation
 EXPECTED_OUTPUT_TOKENS = 512
 """How long an answer is counted on to become at most, as decode nodes do by default (`reserve_tokens`)."""
 
+_MOVED_TOKEN = 1 / 16
+_BUSY_REQUEST = 32
+"""Rough prices in prompt tokens; they settle ties between nodes more than they weigh against computing."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFacts:
@@ -24,6 +28,11 @@ class RequestFacts:
     num_prompt_tokens: int
     max_tokens: int
     priority: int = 0
+    cached: Mapping[Incarnation, int] = field(default_factory=dict)
+    """Tokens of what is to be computed that nodes are believed to have; nodes that have none are left out."""
+
+    def uncached_on(self, node: Incarnation) -> int:
+        return max(0, self.num_prompt_tokens - self.cached.get(node, 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +114,17 @@ def power_of_two(facts: RequestFacts, pairs: Sequence[Pair], state: PolicyState)
     return min(group, key=lambda pair: _cost(facts, pair))
 
 
+def prefix(facts: RequestFacts, pairs: Sequence[Pair], state: PolicyState) -> Pair:
+    """Least work until the first token, cached pages counted; on D few pages to move and few requests.
+
+    Pairs that are equally good take turns, so that what nobody has yet spreads over all caches.
+    """
+    works = [_work(facts, pair) for pair in pairs]
+    least = min(works)
+    best = [pair for pair, work in zip(pairs, works, strict=True) if work == least]
+    return best[state.turn % len(best)]
+
+
 def _by_prefill(pairs: Sequence[Pair]) -> dict[Incarnation | None, list[Pair]]:
     groups: dict[Incarnation | None, list[Pair]] = {}
     for pair in pairs:
@@ -122,11 +142,25 @@ def _cost(facts: RequestFacts, pair: Pair) -> tuple[bool, int, int, int]:
     return free_pages < 0, _prefill_cost(pair), pair.decode.busy_requests, -free_pages
 
 
+def _work(facts: RequestFacts, pair: Pair) -> tuple[bool, float]:
+    """In prompt tokens to compute. What is moved to D costs little, each request there a little."""
+    computing = pair.decode if pair.prefill is None else pair.prefill
+    moved = 0 if pair.prefill is None else facts.uncached_on(pair.decode.incarnation)
+    work = (
+        computing.queued_tokens
+        + facts.uncached_on(computing.incarnation)
+        + _MOVED_TOKEN * moved
+        + _BUSY_REQUEST * pair.decode.busy_requests
+    )
+    return pair.decode.free_pages_after(facts) < 0, work
+
+
 POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
         "round_robin": round_robin,
         "least_load": least_load,
         "power_of_two": power_of_two,
+        "prefix": prefix,
     }
 )
 

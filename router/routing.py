@@ -4,7 +4,8 @@ Owns the turns of the policy. Must never know what became of an attempt, nor tex
 """
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from router.attempt import Route
 from router.dispatch_config import DispatchConfig
@@ -13,11 +14,12 @@ from router.links import NodeLinks
 from router.pairs import PairBook
 from router.policies import Pair, PolicyState, RequestFacts, most_pages_of, policy_named
 from router.run import Run
+from wire.work import Incarnation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """A route, and for the books why: "remote", "local_short" or "colocated"."""
+    """A route, and for the books why: "remote", "local_short", "local_cached" or "colocated"."""
 
     route: Route
     kind: str
@@ -60,6 +62,7 @@ class Routing:
 
     async def choose(self, run: Run) -> Decision:
         """Choose nodes for the next attempt. One that broke is chosen again only for want of another."""
+        run.facts = replace(run.facts, cached=await self._cached(run))
         routes, kind = await self._wait_ready(run) if run.num_attempts else self._ready(run)
         if routes and all(run.demerits(route) for route in routes):
             await self._pause(run)
@@ -70,7 +73,18 @@ class Routing:
         pairs = {self._pair(route): route for route in routes if run.demerits(route) == fewest}
         state = PolicyState(turn=self._turn, seed=self._config.policy_seed)
         self._turn += 1
-        return Decision(route=pairs[self._policy(run.facts, tuple(pairs), state)], kind=kind)
+        route = pairs[self._policy(run.facts, tuple(pairs), state)]
+        computing = route.decode if route.prefill is None else route.prefill
+        cached_tokens = run.facts.cached.get(computing.incarnation, 0)
+        return Decision(route=replace(route, cached_tokens=cached_tokens), kind=kind)
+
+    async def _cached(self, run: Run) -> Mapping[Incarnation, int]:
+        """What nodes are believed to have of what the next attempt must compute."""
+        request, index = run.request, self._links.index
+        needs_all_logits = request.sampling.prompt_logprobs is not None
+        if index is None or needs_all_logits:
+            return {}
+        return await index.cached(request.prompt_ids + tuple(run.merger.delivered), request.cache_salt)
 
     def _no_pair(self) -> NoReadyPair:
         return NoReadyPair(
@@ -86,8 +100,11 @@ class Routing:
         local = [route for route in routes if route.prefill is None]
         if self._config.colocated:
             return local, "colocated"
-        if local and run.facts.num_prompt_tokens <= self._config.local_prompt_tokens:
+        facts, limit = run.facts, self._config.local_prompt_tokens
+        if local and facts.num_prompt_tokens <= limit:
             return local, "local_short"
+        if limit and (near := [one for one in local if facts.uncached_on(one.decode.incarnation) <= limit]):
+            return near, "local_cached"
         return [route for route in routes if route.prefill is not None], "remote"
 
     async def _wait_ready(self, run: Run) -> tuple[list[Route], str]:

@@ -19,6 +19,8 @@ _COUNTS = (
     "queue_requests",
     "queue_bytes",
     "ready_pairs",
+    "prefix_pages",
+    "believed_cached",
     "duplicates",
     "conflicts",
     "late_events",
@@ -99,6 +101,14 @@ class RouterStats:
     def value(self, key: str) -> float:
         """One number as it is now; 0 for what never happened."""
         return self._values.get(key, 0)
+
+    def prefix_pages(self, count: int) -> None:
+        """Cached pages of all nodes that are known here."""
+        self._values["prefix_pages"] = count
+
+    def believed_cached(self, num_tokens: int) -> None:
+        """Once per dispatch: prompt tokens that the chosen node is believed to have."""
+        self._values["believed_cached"] += num_tokens
 
     def redispatched(self, cause: str) -> None:
         self._values[f"redispatches/{cause}"] += 1

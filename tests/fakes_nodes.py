@@ -16,11 +16,13 @@ from router.dispatch import DispatchConfig, Dispatcher
 from router.link import LinkConfig
 from router.links import NodeLinks
 from router.pairs import PairBook, PairConfig
+from router.prefix_index import PrefixIndex
 from router.requests import Delta, GenerateRequest, Outcome
 from router.stats import RouterStats
 from tests.simulation.virtual_loop import run_virtual
 from wire.channel import Channel, ChannelClosed
 from wire.convert import pack_to_node
+from wire.kv_events import KvSubscribe
 from wire.records import Load, NodeRecord
 from wire.work import (
     Accepted,
@@ -94,7 +96,8 @@ class FakeNode:
     def __init__(self, record: NodeRecord) -> None:
         self.record = record
         self.is_up = True
-        self.hello = WorkHello(incarnation=record.incarnation, role=record.role)
+        self.hello = WorkHello(incarnation=record.incarnation, role=record.role, has_kv_events=True)
+        self.num_subscribes = 0
         self.submits: list[Submit] = []
         self.cancels: list[TransferId] = []
         self.canaries: list[Submit] = []
@@ -117,6 +120,8 @@ class FakeNode:
                 self.emit(*self.on_canary(message))
             case Submit():
                 self.submits.append(message)
+            case KvSubscribe():
+                self.num_subscribes += 1
             case Cancel(tid=tid):
                 if not tid.request_id.startswith("canary-"):
                     self.cancels.append(tid)
@@ -217,12 +222,18 @@ class Cluster:
         pairs: PairConfig,
         link: LinkConfig,
         loads: Mapping[str, Load],
+        has_index: bool = False,
     ) -> None:
         self.registry = FakeRegistry()
         self.nodes = {name: self.registry.add(name, load=loads.get(name)) for name in names.split()}
         self.stats = RouterStats()
         self.links = NodeLinks(
-            self.registry, connector=self.registry, router=ROUTER, stats=self.stats, config=link
+            self.registry,
+            connector=self.registry,
+            router=ROUTER,
+            stats=self.stats,
+            config=link,
+            index=PrefixIndex(on_size=self.stats.prefix_pages) if has_index else None,
         )
         self.pairs = PairBook(self.links, stats=self.stats, new_id=_ids("c"), config=pairs)
         self.dispatcher = Dispatcher(
@@ -248,6 +259,7 @@ async def cluster(
     pairs: PairConfig | None = None,
     link: LinkConfig | None = None,
     loads: Mapping[str, Load] | None = None,
+    has_index: bool = False,
 ) -> AsyncIterator[Cluster]:
     """A cluster whose links are open and whose canaries have run."""
     made = Cluster(
@@ -256,6 +268,7 @@ async def cluster(
         pairs=pairs or PairConfig(),
         link=link or LinkConfig(),
         loads=loads or {},
+        has_index=has_index,
     )
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(made.links.run()), group.create_task(made.pairs.run())]

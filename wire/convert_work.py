@@ -18,7 +18,9 @@ from wire.convert_fields import (
     unpack_tid,
     unpack_token_ids,
 )
+from wire.convert_kv import pack_kv_update, unpack_kv_update
 from wire.gen import node_pb2 as pb
+from wire.kv_events import KvSubscribe, KvUpdate
 from wire.work import (
     Accepted,
     Cancel,
@@ -37,8 +39,8 @@ from wire.work import (
     WorkHello,
 )
 
-ToNode = WorkHello | Submit | Cancel
-FromNode = WorkHello | Frame
+ToNode = WorkHello | Submit | Cancel | KvSubscribe
+FromNode = WorkHello | Frame | KvUpdate
 
 
 def pack_to_node(message: ToNode) -> pb.ToNode:
@@ -49,6 +51,8 @@ def pack_to_node(message: ToNode) -> pb.ToNode:
             return pb.ToNode(submit=_pack_submit(message))
         case Cancel():
             return pb.ToNode(cancel=pb.Cancel(tid=_pack_tid(message.tid)))
+        case KvSubscribe():
+            return pb.ToNode(kv_subscribe=pb.KvSubscribe())
         case _:
             assert_never(message)
 
@@ -61,6 +65,8 @@ def unpack_to_node(message: pb.ToNode) -> ToNode | Unreadable:
             return _read_submit(message.submit)
         case "cancel":
             return Cancel(tid=unpack_tid(message.cancel.tid, "cancel.tid"))
+        case "kv_subscribe":
+            return KvSubscribe()
         case None:
             malformed("to_node.message", None, "set")
 
@@ -72,6 +78,8 @@ def pack_from_node(message: FromNode) -> pb.FromNode:
         case Frame():
             events = [_pack_event(event) for event in message.events]
             return pb.FromNode(frame=pb.Frame(step=message.step, events=events))
+        case KvUpdate():
+            return pb.FromNode(kv_update=pack_kv_update(message))
         case _:
             assert_never(message)
 
@@ -83,6 +91,8 @@ def unpack_from_node(message: pb.FromNode) -> FromNode:
         case "frame":
             events = tuple(_unpack_event(event) for event in message.frame.events)
             return Frame(step=message.frame.step, events=events)
+        case "kv_update":
+            return unpack_kv_update(message.kv_update)
         case None:
             malformed("from_node.message", None, "set")
 
@@ -92,12 +102,22 @@ def _pack_tid(tid: TransferId) -> pb.Tid:
 
 
 def _pack_hello(hello: WorkHello) -> pb.WorkHello:
-    return pb.WorkHello(incarnation=hello.incarnation, role=hello.role, version=hello.version)
+    return pb.WorkHello(
+        incarnation=hello.incarnation,
+        role=hello.role,
+        version=hello.version,
+        has_kv_events=hello.has_kv_events,
+    )
 
 
 def _unpack_hello(hello: pb.WorkHello) -> WorkHello:
     incarnation = unpack_incarnation(hello.incarnation, "hello.incarnation")
-    return WorkHello(incarnation=incarnation, role=hello.role, version=hello.version)
+    return WorkHello(
+        incarnation=incarnation,
+        role=hello.role,
+        version=hello.version,
+        has_kv_events=hello.has_kv_events,
+    )
 
 
 def _pack_submit(submit: Submit) -> pb.Submit:

@@ -13,7 +13,8 @@ from typing import Any, Protocol, TypeVar
 
 from kv_transfer.messages import Hello
 from wire.channel import Channel, ChannelClosed
-from wire.host_events import Drain, HostEvent, NodeCore, NodeStatus, Output, ToLink
+from wire.host_events import Drain, HostEvent, NodeCore, NodeStatus, Output, PagesChanged, ToLink
+from wire.kv_board import KvBoard
 from wire.links import Links
 from wire.peering import Peering, PeerSearch
 from wire.records import NodeRecord
@@ -84,9 +85,11 @@ class NodeHost:
         self._is_registry_away = False
         self._num_registry_failures = 0
         self._stopped = asyncio.Event()
+        self._kv = KvBoard()
         self._links = Links(
-            hello=WorkHello(incarnation=record.incarnation, role=record.role),
+            hello=WorkHello(incarnation=record.incarnation, role=record.role, has_kv_events=True),
             post=driver.post,
+            kv=self._kv,
             max_backlog=config.max_link_backlog,
             handshake_timeout_s=config.handshake_timeout_s,
         )
@@ -181,7 +184,9 @@ class NodeHost:
     def _deliver(self, outputs: list[Output]) -> None:
         self._links.deliver([output for output in outputs if isinstance(output, ToLink)])
         for output in outputs:
-            if not isinstance(output, ToLink):
+            if isinstance(output, PagesChanged):
+                self._kv.take(output.changes)
+            elif not isinstance(output, ToLink):
                 self._sessions.deliver(output)
 
     async def _hello(self) -> Hello:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NewType, Protocol
 
+from engine.page_hash import CacheChanges
 from kv_transfer.ids import Incarnation
 from kv_transfer.messages import Hello, Refused, ToDecode, ToPrefill
 from wire.records import Load
@@ -98,7 +99,14 @@ class DropPeer:
     reason: str
 
 
-Output = ToLink | ToPeer | PeerAccepted | PeerRefused | DropPeer
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagesChanged:
+    """What the prefix cache took in and gave up in a step; the first has all there is."""
+
+    changes: CacheChanges
+
+
+Output = ToLink | ToPeer | PeerAccepted | PeerRefused | DropPeer | PagesChanged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,5 +74,6 @@ def request_of(submit: Submit, matcher: Matcher | None = None) -> Request:
         num_prompt_tokens=submit.num_prompt_tokens,
         sampling=sampling,
         cache_salt=submit.cache_salt,
+        priority=submit.priority,
         matcher=matcher,
     )

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from wire.channel import Channel, ChannelClosed
 from wire.host_events import HostEvent, Link, LinkClosed, LinkMessage, LinkOpened, ToLink
 from wire.intake import INVALID
+from wire.kv_board import KvBoard, KvFeed
+from wire.kv_events import KvSubscribe
 from wire.outbox import Outbox, receive_within, run_until_closed
 from wire.work import Cancel, Event, Frame, Rejected, Submit, Unreadable, WorkHello
 
@@ -24,9 +26,18 @@ class Links:
     `max_backlog` events may wait for one router; behind that it is dropped.
     """
 
-    def __init__(self, *, hello: WorkHello, post: Post, max_backlog: int, handshake_timeout_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        hello: WorkHello,
+        post: Post,
+        kv: KvBoard,
+        max_backlog: int,
+        handshake_timeout_s: float,
+    ) -> None:
         self._hello = hello
         self._post = post
+        self._kv = kv
         self._max_backlog = max_backlog
         self._handshake_timeout_s = handshake_timeout_s
         self._outboxes: dict[Link, Outbox] = {}
@@ -40,13 +51,18 @@ class Links:
         self._num_opened += 1
         link = Link(self._num_opened)
         outbox = self._outboxes[link] = Outbox(self._max_backlog)
+        feed = self._kv.open()
         self._post(LinkOpened(link=link))
         try:
             reason = await run_until_closed(
-                self._read(channel, link, outbox), self._write(channel, outbox), outbox.raise_when_dropped()
+                self._read(channel, link, outbox, feed),
+                self._write(channel, outbox),
+                feed.run(channel),
+                outbox.raise_when_dropped(),
             )
             logger.info("link %d of %s ended: %s", link, channel.peer, reason)
         finally:
+            self._kv.close(feed)
             del self._outboxes[link]
             self.num_dropped += outbox.has_overflowed
             self._post(LinkClosed(link=link))
@@ -79,9 +95,12 @@ class Links:
         if hello.version != self._hello.version:
             raise ChannelClosed(f"{channel.peer} speaks version {hello.version}, we {self._hello.version}")
 
-    async def _read(self, channel: Channel, link: Link, outbox: Outbox) -> None:
+    async def _read(self, channel: Channel, link: Link, outbox: Outbox, feed: KvFeed) -> None:
         while True:
             message = await channel.receive()
+            if isinstance(message, KvSubscribe):
+                feed.subscribe()
+                continue
             if isinstance(message, Unreadable):
                 logger.warning("unreadable submit %s from %s: %s", message.tid, channel.peer, message.reason)
                 outbox.put((self._step, _refusal(message)))

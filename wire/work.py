@@ -50,11 +50,12 @@ class NodeRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkHello:
-    """First message both ways on a Work stream."""
+    """First message both ways on a Work stream. `has_kv_events`: the node answers KvSubscribe."""
 
     incarnation: Incarnation
     role: str  # "router", "prefill", "decode"
     version: int = 1
+    has_kv_events: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

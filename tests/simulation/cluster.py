@@ -20,6 +20,7 @@ from prefill_node.loop import PrefillLoop
 from router.dispatch import DispatchConfig, Dispatcher
 from router.links import LinkConfig, NodeLinks
 from router.pairs import PairBook, PairConfig
+from router.prefix_index import PrefixIndex
 from router.requests import GenerateRequest, Outcome
 from router.stats import RouterStats
 from speculative.proposer import Proposer
@@ -180,6 +181,7 @@ class SimCluster:
             router=Incarnation("router"),
             stats=self.stats,
             config=LinkConfig(),
+            index=PrefixIndex() if config.dispatch.policy == "prefix" else None,
         )
         self.pairs = PairBook(self._links, stats=self.stats, new_id=self._new_id, config=config.pairs)
         self.dispatcher = Dispatcher(

@@ -130,7 +130,7 @@ def test_every_policy_takes_the_only_pair(name: str) -> None:
 
 def test_an_unknown_policy_is_refused_by_name() -> None:
     with pytest.raises(
-        ValueError, match="policy must be one of least_load, power_of_two, round_robin, got 'x'"
+        ValueError, match="policy must be one of least_load, power_of_two, prefix, round_robin, got 'x'"
     ):
         policy_named("x")
 

@@ -14,12 +14,13 @@ def make(num_pages: int = 16, **limits: int) -> tuple[KvCache, Scheduler]:
     return cache, Scheduler(cache, SchedulerLimits(**limits))
 
 
-def request(key: str, length: int) -> Request:
+def request(key: str, length: int, priority: int = 0) -> Request:
     return Request(
         key=key,
         prompt_ids=tuple(hash((key, i)) % 1000 for i in range(length)),
         num_prompt_tokens=length,
         sampling=SamplingParams(seed=0, max_tokens=4),
+        priority=priority,
     )
 
 
@@ -58,6 +59,30 @@ def test_youngest_is_the_last_admitted() -> None:
         scheduler.add(request(key, 2))
     scheduler.admit()
     assert scheduler.youngest().key == "b"
+
+
+def test_the_most_urgent_request_starts_first_and_the_least_urgent_is_given_up_first() -> None:
+    _, scheduler = make(max_running=3, num_pages=64)
+    for key, priority in (("a", 0), ("b", 5), ("c", -1), ("d", 5), ("e", 0)):
+        scheduler.add(request(key, 2, priority))
+    assert [item.key for item in scheduler.admit()] == ["c", "a", "e"]
+    scheduler.remove("c")
+    scheduler.remove("e")
+    assert [item.key for item in scheduler.admit()] == ["b", "d"]
+    assert scheduler.youngest().key == "d"
+    scheduler.remove("d")
+    assert scheduler.youngest().key == "b"
+    scheduler.remove("b")
+    assert scheduler.youngest().key == "a"
+
+
+def test_an_urgent_prompt_is_computed_before_one_that_has_begun() -> None:
+    _, scheduler = make(chunk_tokens=4, num_pages=64)
+    scheduler.add(request("a", 9))
+    scheduler.admit()
+    scheduler.add(request("b", 3, priority=-1))
+    scheduler.admit()
+    assert [(item.key, count) for item, count in scheduler.chunks()] == [("b", 3), ("a", 1)]
 
 
 def test_max_running_holds() -> None:

@@ -69,19 +69,22 @@ class WorkHello(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    HAS_KV_EVENTS_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.str
     role: _builtins.str
     version: _builtins.int
+    has_kv_events: _builtins.bool
     def __init__(
         self,
         *,
         incarnation: _builtins.str = ...,
         role: _builtins.str = ...,
         version: _builtins.int = ...,
+        has_kv_events: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "role", b"role", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_kv_events", b"has_kv_events", "incarnation", b"incarnation", "role", b"role", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -94,24 +97,28 @@ class ToNode(_message.Message):
     HELLO_FIELD_NUMBER: _builtins.int
     SUBMIT_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    KV_SUBSCRIBE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___WorkHello: ...
     @_builtins.property
     def submit(self) -> Global___Submit: ...
     @_builtins.property
     def cancel(self) -> Global___Cancel: ...
+    @_builtins.property
+    def kv_subscribe(self) -> Global___KvSubscribe: ...
     def __init__(
         self,
         *,
         hello: Global___WorkHello | None = ...,
         submit: Global___Submit | None = ...,
         cancel: Global___Cancel | None = ...,
+        kv_subscribe: Global___KvSubscribe | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "message", b"message", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "kv_subscribe", b"kv_subscribe", "message", b"message", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "message", b"message", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "kv_subscribe", b"kv_subscribe", "message", b"message", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "submit", "cancel"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "submit", "cancel", "kv_subscribe"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -266,25 +273,107 @@ class FromNode(_message.Message):
 
     HELLO_FIELD_NUMBER: _builtins.int
     FRAME_FIELD_NUMBER: _builtins.int
+    KV_UPDATE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___WorkHello: ...
     @_builtins.property
     def frame(self) -> Global___Frame: ...
+    @_builtins.property
+    def kv_update(self) -> Global___KvUpdate: ...
     def __init__(
         self,
         *,
         hello: Global___WorkHello | None = ...,
         frame: Global___Frame | None = ...,
+        kv_update: Global___KvUpdate | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["frame", b"frame", "hello", b"hello", "message", b"message"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["frame", b"frame", "hello", b"hello", "kv_update", b"kv_update", "message", b"message"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frame", b"frame", "hello", b"hello", "message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frame", b"frame", "hello", b"hello", "kv_update", b"kv_update", "message", b"message"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "frame"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "frame", "kv_update"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___FromNode: _TypeAlias = FromNode  # noqa: Y015
+
+@_typing.final
+class KvSubscribe(_message.Message):
+    """What is in the node's prefix cache. Digests are 16 bytes each, one after the other."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvSubscribe: _TypeAlias = KvSubscribe  # noqa: Y015
+
+@_typing.final
+class KvUpdate(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREVIOUS_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    HASHING_FIELD_NUMBER: _builtins.int
+    previous: _builtins.int
+    """applies to what was known up to this change ..."""
+    sequence: _builtins.int
+    """... and is then up to this one"""
+    stored: _builtins.bytes
+    removed: _builtins.bytes
+    @_builtins.property
+    def hashing(self) -> Global___PageHash:
+        """present: whatever was known of the node is void"""
+
+    def __init__(
+        self,
+        *,
+        previous: _builtins.int = ...,
+        sequence: _builtins.int = ...,
+        stored: _builtins.bytes = ...,
+        removed: _builtins.bytes = ...,
+        hashing: Global___PageHash | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hashing", b"hashing"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashing", b"hashing", "previous", b"previous", "removed", b"removed", "sequence", b"sequence", "stored", b"stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvUpdate: _TypeAlias = KvUpdate  # noqa: Y015
+
+@_typing.final
+class PageHash(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    LOOKAHEAD_FIELD_NUMBER: _builtins.int
+    fingerprint: _builtins.str
+    page_size: _builtins.int
+    lookahead: _builtins.int
+    def __init__(
+        self,
+        *,
+        fingerprint: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        lookahead: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "lookahead", b"lookahead", "page_size", b"page_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PageHash: _TypeAlias = PageHash  # noqa: Y015
 
 @_typing.final
 class Frame(_message.Message):
