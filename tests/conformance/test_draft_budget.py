@@ -20,9 +20,10 @@ from speculative.policy import DraftPolicy, policy_of
 from speculative.progress import Progress
 from speculative.proposer import Proposal, Proposer
 from speculative.registry import create_proposer
-from tests.conformance.test_eagle import CHAIN, TREE, slots
+from tests.conformance.test_eagle import CHAIN, TREE
 from tests.conformance.test_eagle import proposer as head
 from tests.conformance.test_loop import greedy_truth, prompt_of, reference
+from tests.draft_claims import kv_of_slots
 from tests.engines import UNWRITTEN, VOCAB_SIZE, make_engine, make_request, run, tiny_folder, tokens_of
 from tests.fakes_proposers import BushyProposer
 from tests.tiny_block_drafts import dflash, standalone
@@ -167,9 +168,8 @@ def test_a_head_that_slept_reads_up_and_drafts_as_after_a_fresh_prefill(name: st
         return engine, request
 
     def draft_kv(engine: EngineLoop, request: Request, count: int) -> torch.Tensor:
-        layers = sorted({(region.pool, region.layer) for region in engine.pool.layout.regions})
-        found = zip(layers, slots(engine.pool, request, count), strict=True)
-        return torch.stack([kv for (pool, _), kv in found if pool == POOL])
+        found = kv_of_slots(engine.pool, request, count)
+        return torch.stack([kv for (pool, _), kv in found.items() if pool == POOL])
 
     asleep, request = begun(0, prompt_of(33), 22)
     count = request.num_committed
