@@ -118,7 +118,7 @@ async def ask(dispatcher: FakeDispatcher, path: str, body: bytes, media_type: st
 
 @pytest.mark.parametrize("path", ENDPOINTS)
 def test_every_body_is_answered_and_the_next_good_one_too(path: str) -> None:
-    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+    @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
     @given(body=documents(path), media_type=st.sampled_from(["application/json"] * 9 + ["text/plain"]))
     def check(body: bytes, media_type: str) -> None:
         asyncio.run(ask(answering("a b c END d"), path, body, media_type))
