@@ -14,8 +14,8 @@ from wire.gen import generate_pb2, generate_pb2_grpc
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.model, pytest.mark.timeout(300)]
 
 _WORDS = (
-    "red blue green one two three four five six seven eight nine ten sun moon star rain snow wind road hill lake"
-    " fish bird horse apple bread milk salt fire stone wood iron"
+    "red blue green one two three four five six seven eight nine ten sun moon star rain snow wind road hill"
+    " lake fish bird horse apple bread milk salt fire stone wood iron"
 )
 WORDS = _WORDS.split()
 A_FEW_EACH: Json = {"prompt": WORDS, "n": 3, "temperature": 0, "max_tokens": 2}
