@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from router.openai.tokenizing import read_detokenize, read_tokenize
 from tests.fakes_dispatch import FakeDispatcher, http_front
 from tests.smollm2_text import smollm2_text
 
+ROOT = Path(__file__).parents[2]
 USER = {"role": "user", "content": "hi"}
 Reader = Callable[[Mapping[str, Any]], Any]
 ENDPOINTS: dict[str, tuple[tables.Table, Reader, dict[str, Any]]] = {
@@ -135,3 +137,12 @@ def test_every_reference_of_the_document_leads_somewhere() -> None:
     text = repr(made)
     for name in re.findall(r"#/components/schemas/(\w+)", text):
         assert name in made["components"]["schemas"]
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_the_page_for_users_names_every_endpoint_and_field(path: str) -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    table = ENDPOINTS[path][0]
+    names = {*table.reads, *table.refuses, *table.labels}
+    assert path in page
+    assert {name for name in names if f"`{name}`" not in page} == set()
