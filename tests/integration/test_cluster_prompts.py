@@ -28,7 +28,7 @@ async def test_lists_of_prompts_keep_their_places_and_count_once(four_pairs: Fou
     assert sorted(texts) == list(range(99))
     for place in range(33):
         assert len({texts[3 * place + i] for i in range(3)}) == 1
-    assert len(set(texts.values())) > 20
+    assert len(set(texts.values())) > 10
     assert whole["usage"]["prompt_tokens"] == sum(len(tokenizer()(word).input_ids) for word in WORDS)
     assert whole["usage"]["completion_tokens"] <= 99 * 2
     for place in (0, 16, 32):
