@@ -68,6 +68,9 @@ class DecodeConfig:
     transport: TransportName = "auto"
     """How KV pages move: nixl, grpc, or auto (nixl where both nodes have it)."""
 
+    allow_seedless: bool = False
+    """Serve prompts of prefill nodes that run another draft, or none; fewer of our drafts stand then."""
+
     checksums: bool = False
     """Check every received page against the sender's checksum."""
 

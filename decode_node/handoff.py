@@ -1,24 +1,26 @@
 """The handoff record's tensors, as the proposer wants them back."""
 
-from collections.abc import Mapping
-
 import torch
 
 from engine.pool import TORCH_DTYPES
-from kv_transfer.messages import NamedTensor
+from kv_transfer.geometry import check_handoff
+from kv_transfer.messages import Handoff, NamedTensor
 from speculative.proposer import Seed
 
 _DTYPES = {**TORCH_DTYPES, "int32": torch.int32, "int64": torch.int64}
 
 
-def seed_from(tensors: Mapping[str, NamedTensor], wanted: tuple[str, ...]) -> Seed | None:
-    """The proposer's seed, or None when any tensor it names is absent: its first round drafts nothing.
+def seed_from(handoff: Handoff, wanted: tuple[str, ...]) -> Seed | None:
+    """The proposer's seed, or None when the record has no tensors: its first round drafts nothing.
 
-    Raises ValueError naming the tensor when one cannot be read.
+    Raises ValueError naming the tensor when one is missing, unknown or cannot be read.
     """
-    if any(name not in tensors for name in wanted):
+    refused = check_handoff(handoff, dict.fromkeys(wanted))
+    if refused is not None:
+        raise ValueError(str(refused))
+    if wanted and not handoff.tensors:
         return None
-    return Seed(tensors={name: _tensor(name, tensors[name]) for name in wanted})
+    return Seed(tensors={name: _tensor(name, handoff.tensors[name]) for name in wanted})
 
 
 def _tensor(name: str, record: NamedTensor) -> torch.Tensor:

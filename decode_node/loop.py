@@ -26,6 +26,7 @@ from kv_transfer.actions import (
     Send,
 )
 from kv_transfer.decode_side import DecodeTransfers
+from kv_transfer.geometry import Agreement
 from kv_transfer.ids import Incarnation, TransferId
 from kv_transfer.messages import (
     Drained,
@@ -42,6 +43,7 @@ from kv_transfer.peers import PeerTable
 from kv_transfer.transport import Landed, PeerGone
 from speculative.loop import EngineLoop
 from speculative.progress import Progress
+from speculative.proposer import Seed
 from wire.arrivals import Arrival, Arrivals
 from wire.host_events import (
     Drain,
@@ -81,6 +83,9 @@ from wire.work import (
 _POLL_S = 0.002  # polling takes cores that the prefill node beside us may be computing with
 _IDLE_S = 0.1
 
+SEEDLESS_TOKENS = 64
+"""So many last tokens of a prompt that came without our draft's KV are computed again for its sake."""
+
 
 @dataclass(slots=True, kw_only=True)
 class _Account:
@@ -94,6 +99,7 @@ class _Account:
     kv_bytes: int = 0
     transport: str = ""
     transfer_s: float = 0.0
+    seedless: str = ""  # what of the drafts differs, where the prompt came without ours
 
 
 class DecodeLoop:
@@ -106,7 +112,6 @@ class DecodeLoop:
         transfers: DecodeTransfers,
         peers: PeerTable,
         intake: Intake,
-        page_bytes: int,
         grammars: Grammars | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
@@ -115,7 +120,6 @@ class DecodeLoop:
         self._cache = engine.cache
         self._transfers = transfers
         self._peers = peers
-        self._page_bytes = page_bytes
         self._links = LinkTable()
         self._arrivals = Arrivals(intake=intake, links=self._links, grammars=grammars)
         self._accounts: dict[TransferId, _Account] = {}
@@ -215,7 +219,8 @@ class DecodeLoop:
             return
         self._counters["degraded/transport_fallback"] += self._peers.is_fallback(outcome)
         self._transfers.peer_ready(hello.incarnation, has_checksums=outcome.has_checksums)
-        self._outputs.append(PeerAccepted(peer=hello.incarnation, reply=None))
+        note = self._peers.fresh_note(hello.incarnation)
+        self._outputs.append(PeerAccepted(peer=hello.incarnation, reply=None, note=note))
 
     def _hear(self, peer: Incarnation, message: ToPrefill | ToDecode) -> None:
         now = self._now
@@ -303,6 +308,7 @@ class DecodeLoop:
         leased = [request for tid, request in self._incoming.items() if self._cache.has_lease(tid)]
         for tid in waiting:
             request = self._incoming[tid]
+            self._note_terms(self._accounts[tid])
             self._cache.attach_prefix(request)
             missing = self._cache.pages_for(len(request.prompt_ids)) - len(request.pages)
             if not self._engine.scheduler.has_room(request, missing, others=leased):
@@ -320,6 +326,15 @@ class DecodeLoop:
     def _count_prefix(self, request: Request) -> None:
         self._counters["prefix_query_tokens"] += len(request.prompt_ids)
         self._counters["prefix_hit_tokens"] += request.num_cached_tokens
+
+    def _note_terms(self, account: _Account) -> None:
+        """Before its pages are looked up: is our draft's KV going to come with the prompt's?"""
+        assert account.peer is not None
+        agreement = self._peers.agreement(account.peer)
+        if agreement is not None and agreement.is_seedless:
+            request, size = account.request, self._cache.page_size
+            account.seedless = str(agreement.draft_differs)
+            request.draft_start = max(0, len(request.prompt_ids) - SEEDLESS_TOKENS) // size * size
 
     def _expire(self) -> None:
         for tid, account in list(self._accounts.items()):
@@ -359,7 +374,9 @@ class DecodeLoop:
 
     def _count_failure(self, action: Fail) -> None:
         account = self._accounts.get(action.tid)
-        transport = "" if account is None else self._transport_name(account.peer)
+        transport = (
+            "" if account is None or account.peer is None else self._peers.transport_name(account.peer)
+        )
         self._counters[f"transfer_failed_{action.code}"] += 1
         self._counters[f"transfer_failures/{transport or 'none'}/{action.code}"] += 1
 
@@ -374,8 +391,10 @@ class DecodeLoop:
         account = self._accounts[action.tid]
         self._cache.lease_to_request(action.tid, request)
         request.num_committed = len(request.prompt_ids)
+        if account.seedless:  # the end of the prompt is computed here once more, for the draft to see it
+            request.num_committed = max(request.draft_start, request.num_cached_tokens)
         try:
-            seed = seed_from(action.handoff.tensors, self._engine.proposer.needs.handoff)
+            seed = self._seed(action, account)
             self._engine.join(request, first_token=action.handoff.first_token, seed=seed)
         except ValueError as error:
             self._cache.release(request)
@@ -383,10 +402,11 @@ class DecodeLoop:
             self._end(Failed(tid=action.tid, code=errors.PROTOCOL, retryable=True, reason=str(error)))
             return
         self._counters["seedless_joins"] += seed is None
+        agreement = self._agreement(account.peer)
         account.started = self._now
         account.transfer_s = action.transfer_s
-        account.kv_bytes = len(action.page_ids) * self._page_bytes
-        account.transport = self._transport_name(account.peer)
+        account.kv_bytes = 0 if agreement is None else len(action.page_ids) * agreement.copy_bytes
+        account.transport = "" if agreement is None else agreement.transport
         self._counters["joined"] += 1
         self._counters["kv_bytes_received"] += account.kv_bytes
         self._transfer_s += action.transfer_s
@@ -394,8 +414,18 @@ class DecodeLoop:
         self._counters[f"transfer_bytes/{account.transport}"] += account.kv_bytes
         self._times.observe(f"transfer_s/{account.transport}", action.transfer_s)
 
-    def _transport_name(self, peer: Incarnation | None) -> str:
-        return "" if peer is None else self._peers.transport_name(peer)
+    def _seed(self, action: Join, account: _Account) -> Seed | None:
+        """None where there is none for our draft. Raises ValueError for one that cannot be."""
+        if account.seedless:
+            return None
+        agreement = self._agreement(account.peer)
+        wanted = self._engine.proposer.needs.handoff
+        if agreement is not None and agreement.draft_differs is not None:
+            return Seed()  # ours needs nothing; what came is another draft's
+        return seed_from(action.handoff, wanted)
+
+    def _agreement(self, peer: Incarnation | None) -> Agreement | None:
+        return None if peer is None else self._peers.agreement(peer)
 
     # reports
 
@@ -435,6 +465,7 @@ class DecodeLoop:
             compute_s=self._now - account.started,
             transfer_s=account.transfer_s,
             num_steps=progress.request.num_steps,
+            seedless=account.seedless,
         )
 
     def _end(self, event: Failed | Finished | Preempted | Rejected) -> None:

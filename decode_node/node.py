@@ -23,6 +23,7 @@ async def run(config: DecodeConfig) -> None:
             build_core=lambda parts: core_of(built, parts),
             wants=lambda record: record.role == "prefill" and record.model == facts.model_name,
             may_write=lambda _, tid, page_ids: built.loop.cache.holds_lease(tid, page_ids),
+            allow_seedless=config.allow_seedless,
         ),
     )
 
@@ -51,7 +52,7 @@ def core_of(built: BuiltEngine, parts: CoreParts) -> DecodeLoop:
     pool = built.loop.pool
     transfers = DecodeTransfers(
         page_size=pool.layout.page_size,
-        page_checksum=lambda page: page_checksum(pool.page(page)),
+        page_checksum=lambda peer, page: page_checksum(pool.page(page)[: parts.peers.copy_bytes(peer)]),
     )
     return DecodeLoop(
         engine=built.loop,
@@ -59,6 +60,5 @@ def core_of(built: BuiltEngine, parts: CoreParts) -> DecodeLoop:
         peers=parts.peers,
         intake=parts.intake,
         clock=parts.clock,
-        page_bytes=pool.layout.page_bytes,
         grammars=built.grammars,
     )

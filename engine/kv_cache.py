@@ -53,13 +53,15 @@ class KvCache:
         assert not request.pages
         assert request.num_committed == 0
         prompt = request.prompt_ids
-        max_pages = (
-            self._hashing.num_shareable(len(prompt)) if request.sampling.prompt_logprobs is None else 0
+        is_target_only = request.draft_start > 0
+        max_pages = 0 if request.sampling.prompt_logprobs is not None else self._max_shared(request)
+        found = self._prefix.match(
+            prompt, request.cache_salt, max_pages=max_pages, is_target_only=is_target_only
         )
-        found = self._prefix.match(prompt, request.cache_salt, max_pages=max_pages)
+        root = self._hashing.root(request.cache_salt, is_target_only=is_target_only)
         self._prefix.acquire(found)
         request.pages = [entry.page for entry in found]
-        request.chain = found[-1].digest if found else self._hashing.root(request.cache_salt)
+        request.chain = found[-1].digest if found else root
         request.num_published_pages = len(found)
         request.num_committed = request.num_cached_tokens = len(found) * self.page_size
 
@@ -154,6 +156,11 @@ class KvCache:
             if users.get(page, 0) != count:
                 found.append(f"cached page {page} counts {count} users, {users.get(page, 0)} exist")
         return found
+
+    def _max_shared(self, request: Request) -> int:
+        """What lies past `draft_start` is written for the request alone."""
+        most = self._hashing.num_shareable(len(request.prompt_ids))
+        return min(most, request.draft_start // self.page_size) if request.draft_start else most
 
     def _take(self, count: int, owner: Owner, holder: Hashable) -> list[int]:
         if count > self.num_available:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+TARGET_POOL = "target"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,16 @@ class KvLayout:
     def fingerprint(self) -> str:
         text = repr((self.page_size, self.dtype, self.page_bytes, self.regions))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    @property
+    def target_regions(self) -> tuple[Region, ...]:
+        return tuple(region for region in self.regions if region.pool == TARGET_POOL)
+
+    @property
+    def target_bytes(self) -> int:
+        """The leading bytes of a page that hold no draft's region: all of the target's, as we build them."""
+        drafts = [region.offset for region in self.regions if region.pool != TARGET_POOL]
+        return min(drafts, default=self.page_bytes)
 
 
 def build_layout(*, page_size: int, dtype: str, pools: Sequence[PoolSpec]) -> KvLayout:

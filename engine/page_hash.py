@@ -16,15 +16,16 @@ DIGEST_BYTES = 16
 class PageHash:
     """A page's digest covers (parent digest, its tokens, the `lookahead` tokens after it that it depends on).
 
-    The chain starts from `fingerprint`, that of model and draft, and the request's cache salt.
+    The chain starts from `fingerprint`, that of model and draft, and the request's cache salt; it is another
+    one for pages that hold the target's KV alone.
     """
 
     fingerprint: str
     page_size: int
     lookahead: int = 0
 
-    def root(self, salt: str) -> bytes:
-        start = self.fingerprint.encode() + b"\0" + salt.encode()
+    def root(self, salt: str, *, is_target_only: bool = False) -> bytes:
+        start = self.fingerprint.encode() + (b"\1" if is_target_only else b"\0") + salt.encode()
         return hashlib.blake2b(start, digest_size=DIGEST_BYTES).digest()
 
     def link(self, parent: bytes, tokens: Sequence[int]) -> bytes:
@@ -35,9 +36,11 @@ class PageHash:
         """Pages of a prompt that may be another request's: at least one token stays to compute."""
         return max(0, num_prompt_tokens - max(1, self.lookahead)) // self.page_size
 
-    def chain(self, tokens: Sequence[int], salt: str, *, max_pages: int) -> Iterator[bytes]:
+    def chain(
+        self, tokens: Sequence[int], salt: str, *, max_pages: int, is_target_only: bool = False
+    ) -> Iterator[bytes]:
         """Digests of the first pages of `tokens`, at most `max_pages`, only of those it knows all about."""
-        digest, width = self.root(salt), self.page_size + self.lookahead
+        digest, width = self.root(salt, is_target_only=is_target_only), self.page_size + self.lookahead
         for start in range(0, max_pages * self.page_size, self.page_size):
             page_tokens = tokens[start : start + width]
             if len(page_tokens) < width:

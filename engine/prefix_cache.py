@@ -42,10 +42,13 @@ class PrefixCache:
     def pages(self) -> list[int]:
         return list(self._by_page)
 
-    def match(self, tokens: Sequence[int], salt: str, *, max_pages: int) -> list[CachedPage]:
+    def match(
+        self, tokens: Sequence[int], salt: str, *, max_pages: int, is_target_only: bool = False
+    ) -> list[CachedPage]:
         """The longest cached run of pages at the start of `tokens`. Takes no reference."""
         found = []
-        for digest in self.hashing.chain(tokens, salt, max_pages=max_pages):
+        chain = self.hashing.chain(tokens, salt, max_pages=max_pages, is_target_only=is_target_only)
+        for digest in chain:
             entry = self._by_digest.get(digest)
             if entry is None:
                 break

@@ -22,6 +22,8 @@ class Request:
     priority: the lower, the sooner it starts, and the later it is given up when pages run out.
     matcher: where the outputs so far, earlier attempts' too, stand in their grammar; None without one.
     num_committed: slots [0, num_committed) hold the KV of tokens [0, num_committed).
+    draft_start: slots before it, whole pages, hold no KV of a draft that may be read; 0 for a request whose
+        draft knows all of it. The prefix cache keeps the two kinds apart.
     """
 
     key: Hashable
@@ -31,6 +33,7 @@ class Request:
     cache_salt: str = ""
     priority: int = 0
     matcher: Matcher | None = None
+    draft_start: int = 0
     tokens: list[int] = field(init=False)
     pages: list[int] = field(default_factory=list)
     num_published_pages: int = 0
@@ -48,5 +51,10 @@ class Request:
         return len(self.tokens) - self.num_prompt_tokens
 
     @property
-    def is_prompt_done(self) -> bool:
+    def has_first_token(self) -> bool:
+        """Is it known what follows the prompt, be the prompt computed here or not?"""
         return len(self.tokens) > len(self.prompt_ids)
+
+    @property
+    def is_prompt_done(self) -> bool:
+        return self.has_first_token and self.num_committed >= len(self.prompt_ids)

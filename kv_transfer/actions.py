@@ -113,7 +113,7 @@ class HandoverDone:
     """P: D has every page and the handoff record; report Finished "handed_over"."""
 
     tid: TransferId
-    num_bytes: int
+    num_pages: int  # written
     transfer_s: float  # first write to the last acknowledgement
 
 

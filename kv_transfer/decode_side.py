@@ -29,6 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Final as Constant
 
 from kv_transfer import errors
@@ -108,11 +109,12 @@ class DecodeTransfers:
         self,
         *,
         page_size: int,
-        page_checksum: Callable[[int], int],
+        page_checksum: Callable[[Incarnation, int], int],
         timeouts: DecodeTimeouts | None = None,
         ended: EndedTransfers | None = None,
     ) -> None:
-        """`page_checksum(page_id)`: CRC-32 of one of our pages, asked only where checksums came."""
+        """`page_checksum(peer, page_id)`: CRC-32 of what that peer sends of one of our pages, asked only
+        where checksums came."""
         self._page_size = page_size
         self._page_checksum = page_checksum
         self._timeouts = timeouts or DecodeTimeouts()
@@ -316,7 +318,7 @@ class DecodeTransfers:
             transfer.receiving_since = now
         if pages.final is None or not pages.has_all_landed:
             return
-        corrupt = pages.corrupt_page(self._page_checksum)
+        corrupt = pages.corrupt_page(partial(self._page_checksum, transfer.peer))
         if corrupt is not None:
             self.num_corrupt += 1
             self._abort(transfer, errors.CHECKSUM, f"page {corrupt} differs from what was sent", now)

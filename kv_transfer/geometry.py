@@ -28,12 +28,27 @@ _ELEMENT_BYTES: Constant[Mapping[str, int]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """The terms of a pair; both sides come to the same ones."""
+    """The terms of a pair; both sides come to the same ones.
+
+    draft_differs: what of the drafts differs, where the decode node allows that; then only the target's
+        regions travel, the first `copy_bytes` of every page.
+    is_seedless: the decode node's draft needs of the prompt what does not come.
+    """
 
     version: int
     transport: str
     peer_offer: TransportOffer  # for `Transport.connect`
     has_checksums: bool  # when either side wants them
+    copy_bytes: int
+    draft_differs: Refused | None = None
+    is_seedless: bool = False
+
+    @property
+    def note(self) -> str:
+        """What an operator should know of the pair; empty when there is nothing."""
+        if self.draft_differs is None:
+            return ""
+        return f"{'seedless' if self.is_seedless else 'target KV only'}, {self.draft_differs}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +63,16 @@ def negotiate(ours: Hello, theirs: Hello, *, is_decode: bool) -> Agreement | Ref
     """Compare two Hellos; `is_decode` says that `ours` is the decode node's.
 
     The version is the highest both speak. The transport is the first in the decode node's order of
-    preference that the prefill node offers too. A layout must be equal: whole pages are what travels.
+    preference that the prefill node offers too. A layout must be equal, as whole pages are what travels;
+    where the decode node allows another draft, only the target's part must.
     """
+    decode = ours if is_decode else theirs
+    differs = _compare_drafts(ours.identity, theirs.identity)
     refused = (
         _compare_versions(ours, theirs)
-        or _compare_identity(ours.identity, theirs.identity)
-        or _compare_layout(ours.layout, theirs.layout)
+        or _compare_targets(ours.identity, theirs.identity)
+        or (None if decode.allow_seedless else differs)
+        or _compare_layout(ours.layout, theirs.layout, is_target_only=differs is not None)
     )
     if refused is not None:
         return refused
@@ -65,6 +84,9 @@ def negotiate(ours: Hello, theirs: Hello, *, is_decode: bool) -> Agreement | Ref
         transport=name,
         peer_offer=next(offer for offer in theirs.offers if offer.name == name),
         has_checksums=ours.checksums or theirs.checksums,
+        copy_bytes=ours.layout.page_bytes if differs is None else ours.layout.target_bytes,
+        draft_differs=differs,
+        is_seedless=differs is not None and decode.identity.algorithm != "",
     )
 
 
@@ -111,32 +133,40 @@ def _compare_versions(ours: Hello, theirs: Hello) -> Refused | None:
     )
 
 
-def _compare_identity(ours: SemanticIdentity, theirs: SemanticIdentity) -> Refused | None:
+def _compare_targets(ours: SemanticIdentity, theirs: SemanticIdentity) -> Refused | None:
     return _first_difference(
         ("model", ours.model, theirs.model),
         ("revision", ours.revision, theirs.revision),
         ("weights", ours.weights, theirs.weights),
         ("dtype", ours.dtype, theirs.dtype),
         ("tokenizer", ours.tokenizer, theirs.tokenizer),
+    )
+
+
+def _compare_drafts(ours: SemanticIdentity, theirs: SemanticIdentity) -> Refused | None:
+    return _first_difference(
         ("draft", ours.draft, theirs.draft),
         ("draft_weights", ours.draft_weights, theirs.draft_weights),
         ("algorithm", ours.algorithm, theirs.algorithm),
     )
 
 
-def _compare_layout(ours: KvLayout, theirs: KvLayout) -> Refused | None:
+def _compare_layout(ours: KvLayout, theirs: KvLayout, *, is_target_only: bool) -> Refused | None:
     """Page size, dtype, then regions by name, so that the refusal names what really differs."""
     if ours.fingerprint == theirs.fingerprint:
         return None
-    return (
-        _first_difference(
-            ("page_size", ours.page_size, theirs.page_size), ("kv_dtype", ours.dtype, theirs.dtype)
+    refused = _first_difference(
+        ("page_size", ours.page_size, theirs.page_size), ("kv_dtype", ours.dtype, theirs.dtype)
+    )
+    if refused is not None:
+        return refused
+    if is_target_only:
+        return _compare_regions(ours.target_regions, theirs.target_regions) or _first_difference(
+            ("target_bytes", ours.target_bytes, theirs.target_bytes),
         )
-        or _compare_regions(ours.regions, theirs.regions)
-        or _first_difference(
-            ("page_bytes", ours.page_bytes, theirs.page_bytes),
-            ("layout", ours.fingerprint, theirs.fingerprint),
-        )
+    return _compare_regions(ours.regions, theirs.regions) or _first_difference(
+        ("page_bytes", ours.page_bytes, theirs.page_bytes),
+        ("layout", ours.fingerprint, theirs.fingerprint),
     )
 
 

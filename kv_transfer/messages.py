@@ -45,6 +45,7 @@ class Hello:
     min_version: int = WIRE_VERSION
     max_version: int = WIRE_VERSION
     checksums: bool = False
+    allow_seedless: bool = False  # D's word: another draft on P, or none, will do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

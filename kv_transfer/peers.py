@@ -5,13 +5,14 @@ Owns the connections of every transport. Must never know about requests or pages
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from kv_transfer.geometry import Agreement, negotiate
 from kv_transfer.ids import Incarnation
 from kv_transfer.messages import Hello, Refused
 from kv_transfer.transport import Transport, TransportError, TransportEvent, WriteHandle
 
-_MAX_REMEMBERED = 1024  # refusals; peers that restart for ever must not fill the memory
+_MAX_REMEMBERED = 1024  # refusals, notes; peers that restart for ever must not fill the memory
 
 
 class PeerTable:
@@ -24,6 +25,7 @@ class PeerTable:
         self._transports = dict(transports)
         self._agreed: dict[Incarnation, Agreement] = {}
         self._refused: dict[Incarnation, Refused] = {}
+        self._noted: dict[Incarnation, None] = {}
 
     def hello(self) -> Hello:
         """Our Hello for one session, with connection blobs of its own. Raises TransportError."""
@@ -41,6 +43,15 @@ class PeerTable:
         else:
             self._agreed[theirs.incarnation] = outcome
         return outcome
+
+    def fresh_note(self, peer: Incarnation) -> str:
+        """What an operator should know of the pair with a peer just accepted; said once per incarnation."""
+        note = self._agreed[peer].note
+        if not note or peer in self._noted:
+            return ""
+        self._noted[peer] = None
+        _forget_oldest(self._noted)
+        return note
 
     def reply(self, peer: Incarnation) -> Hello | Refused:
         """Our Hello for a peer just accepted. A transport that has no connection to offer undoes that."""
@@ -70,6 +81,10 @@ class PeerTable:
         """The data plane agreed with a peer; the peer must be connected."""
         return self._transports[self._agreed[peer].transport]
 
+    def copy_bytes(self, peer: Incarnation) -> int:
+        """How many leading bytes of every page travel to or from a connected peer."""
+        return self._agreed[peer].copy_bytes
+
     def cancel(self, handle: WriteHandle) -> None:
         """Stop a write where that is still possible; with its peer gone it has settled already."""
         if handle.peer in self._agreed:
@@ -85,8 +100,8 @@ class PeerTable:
         return [event for transport in self._transports.values() for event in transport.poll()]
 
     def states(self) -> dict[str, str]:
-        """Incarnation -> "ready over <transport>" or the refusal, for status and `/ready`."""
-        ready = {str(peer): f"ready over {agreed.transport}" for peer, agreed in self._agreed.items()}
+        """Incarnation -> "ready over <transport>" and what is special of the pair, or the refusal."""
+        ready = {str(peer): _ready(agreed) for peer, agreed in self._agreed.items()}
         refused = {str(peer): f"refused at handshake: {why}" for peer, why in self._refused.items()}
         return refused | ready
 
@@ -96,15 +111,27 @@ class PeerTable:
 
     def _remember(self, peer: Incarnation, refused: Refused) -> None:
         self._refused[peer] = refused
-        while len(self._refused) > _MAX_REMEMBERED:
-            del self._refused[next(iter(self._refused))]
+        _forget_oldest(self._refused)
 
     def _connect(self, agreement: Agreement, theirs: Hello) -> Agreement | Refused:
         try:
-            self._transports[agreement.transport].connect(theirs.incarnation, agreement.peer_offer)
+            self._transports[agreement.transport].connect(
+                theirs.incarnation,
+                agreement.peer_offer,
+                copy_bytes=None if agreement.draft_differs is None else agreement.copy_bytes,
+            )
         except TransportError as error:
             return _unusable(agreement.transport, error)
         return agreement
+
+
+def _ready(agreement: Agreement) -> str:
+    return ", ".join(filter(None, (f"ready over {agreement.transport}", agreement.note)))
+
+
+def _forget_oldest(remembered: dict[Incarnation, Any]) -> None:
+    while len(remembered) > _MAX_REMEMBERED:
+        del remembered[next(iter(remembered))]
 
 
 def _unusable(transport: str, error: TransportError) -> Refused:

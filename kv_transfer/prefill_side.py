@@ -29,6 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import Final as Constant
 
 from kv_transfer import errors
@@ -120,15 +121,14 @@ class PrefillTransfers:
         self,
         *,
         page_size: int,
-        page_bytes: int,
-        page_checksum: Callable[[int], int],
+        page_checksum: Callable[[Incarnation, int], int],
         timeouts: PrefillTimeouts | None = None,
         early: EarlyReserves | None = None,
         ended: EndedTransfers | None = None,
     ) -> None:
-        """`page_checksum(page_id)`: CRC-32 of one of our pages, asked only where checksums are agreed."""
+        """`page_checksum(peer, page_id)`: CRC-32 of what that peer gets of one of our pages, asked only
+        where checksums are agreed."""
         self._page_size = page_size
-        self._page_bytes = page_bytes
         self._page_checksum = page_checksum
         self._timeouts = timeouts or PrefillTimeouts()
         self._early = early or EarlyReserves()
@@ -402,11 +402,11 @@ class PrefillTransfers:
 
     def _hand_over(self, transfer: _Transfer, now: float) -> None:
         if not transfer.has_sent_final:
-            self._send_final(transfer, self._page_checksum)
+            self._send_final(transfer, partial(self._page_checksum, transfer.peer))
         self._out.append(
             HandoverDone(
                 tid=transfer.tid,
-                num_bytes=transfer.pages.num_sent * self._page_bytes,
+                num_pages=transfer.pages.num_sent,
                 transfer_s=0.0 if transfer.writing_since is None else now - transfer.writing_since,
             )
         )

@@ -1,4 +1,5 @@
-"""The data-plane seam: how whole KV pages get from a prefill node's pool into a decode node's pool.
+"""The data-plane seam: how KV pages, or the first bytes of each, get from a prefill node's pool into a
+decode node's.
 
 Owns the `Transport` protocol and the values that cross it. Torch-free; must never know who owns a page,
 what a request is in, or how a session is spoken. A transport is called from one thread (the engine's).
@@ -58,6 +59,18 @@ class PoolMemory:
     def page(self, page_id: int) -> memoryview:
         """The bytes of one page, no copy."""
         return self.buffer[page_id * self.page_bytes : (page_id + 1) * self.page_bytes]
+
+    def check_copy(self, copy_bytes: int | None, their_page_bytes: int) -> int:
+        """How many leading bytes of every page a connection moves; None: whole pages, of equal size.
+
+        Raises TransportError naming what does not fit.
+        """
+        if copy_bytes is None and their_page_bytes != self.page_bytes:
+            raise TransportError(f"offer.page_bytes: {self.page_bytes} here, {their_page_bytes} there")
+        least = min(self.page_bytes, their_page_bytes)
+        if copy_bytes is not None and not 0 < copy_bytes <= least:
+            raise TransportError(f"copy_bytes: at most {least} fit the pages of both, got {copy_bytes}")
+        return copy_bytes or self.page_bytes
 
     def holds(self, page_ids: tuple[int, ...]) -> bool:
         """True when every id is a page of this pool."""
@@ -156,8 +169,11 @@ class Transport(Protocol):
         """What a peer's `connect` needs to reach us; goes into our Hello."""
         ...
 
-    def connect(self, peer: Incarnation, offer: TransportOffer) -> None:
+    def connect(self, peer: Incarnation, offer: TransportOffer, *, copy_bytes: int | None = None) -> None:
         """Both sides call it after Hello. Raises TransportError naming the field that does not fit.
+
+        copy_bytes: the leading bytes of every page that move, the same on both sides; the rest of the
+        receiver's page stays as it is. None: whole pages, which must be of equal size.
 
         A peer that is connected must be closed first, also when it is lost.
         """

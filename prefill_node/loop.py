@@ -197,7 +197,8 @@ class PrefillLoop:
         assert not isinstance(outcome, Refused)
         self._counters["degraded/transport_fallback"] += self._peers.is_fallback(outcome)
         self._transfers.peer_ready(hello.incarnation, has_checksums=outcome.has_checksums)
-        self._outputs.append(PeerAccepted(peer=hello.incarnation, reply=reply))
+        note = self._peers.fresh_note(hello.incarnation)
+        self._outputs.append(PeerAccepted(peer=hello.incarnation, reply=reply, note=note))
 
     def _hear(self, peer: Incarnation, message: ToPrefill | ToDecode) -> None:
         if self._peers.agreement(peer) is None:
@@ -353,18 +354,19 @@ class PrefillLoop:
 
     def _handed_over(self, action: HandoverDone) -> None:
         self._counters["handed_over"] += 1
-        self._counters["kv_bytes_sent"] += action.num_bytes
         self._transfer_s += action.transfer_s
         account = self._accounts[action.tid]
+        kv_bytes = action.num_pages * self._peers.copy_bytes(account.peer)
+        self._counters["kv_bytes_sent"] += kv_bytes
         transport = self._peers.transport_name(account.peer)
         self._counters[f"transfers/{transport}"] += 1
-        self._counters[f"transfer_bytes/{transport}"] += action.num_bytes
+        self._counters[f"transfer_bytes/{transport}"] += kv_bytes
         self._times.observe(f"transfer_s/{transport}", action.transfer_s)
         self._links.emit(
             self._finished(
                 account,
                 reason="handed_over",
-                kv_bytes=action.num_bytes,
+                kv_bytes=kv_bytes,
                 transport=transport,
                 transfer_s=action.transfer_s,
             )

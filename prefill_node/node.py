@@ -46,8 +46,7 @@ def core_of(built: BuiltEngine, parts: CoreParts) -> PrefillLoop:
     pool = built.loop.pool
     transfers = PrefillTransfers(
         page_size=pool.layout.page_size,
-        page_bytes=pool.layout.page_bytes,
-        page_checksum=lambda page: page_checksum(pool.page(page)),
+        page_checksum=lambda peer, page: page_checksum(pool.page(page)[: parts.peers.copy_bytes(peer)]),
     )
     return PrefillLoop(
         engine=built.loop,

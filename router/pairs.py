@@ -222,21 +222,21 @@ class PairBook:
         while True:
             self._set(entry, "probing", entry.reason)
             async with self._canary_slots:
-                failure = await self._canary(entry.route)
-            if failure is None:
+                end = await self._canary(entry.route)
+            if isinstance(end, Done):
                 entry.num_faults, delay = 0, self._config.first_backoff_s
                 entry.is_suspect.clear()
-                self._set(entry, "ready", "")
+                self._set(entry, "ready", _caveat(end))
                 await entry.is_suspect.wait()
-            elif failure.is_refusal:
-                self._set(entry, "refused", failure.reason)
+            elif end.is_refusal:
+                self._set(entry, "refused", end.reason)
                 return
             else:
-                self._set(entry, "failed", failure.reason)
+                self._set(entry, "failed", end.reason)
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, self._config.max_backoff_s)
 
-    async def _canary(self, route: Route) -> Broken | None:
+    async def _canary(self, route: Route) -> Done | Broken:
         """One greedy generation of two tokens; its salt is its own, so no cache can answer it."""
         request_id = f"canary-{self._new_id()}"
         vocab_size = max(1, route.decode.vocab_size)
@@ -254,18 +254,24 @@ class PairBook:
             deadline_s=self._config.canary_timeout_s,
             capacity=64,
         )
-        end: Done | Broken | None
+        end: Done | Broken
         try:
             async with asyncio.timeout(self._config.canary_timeout_s):
-                while attempt.end is None:
+                while (ended := attempt.end) is None:
                     await attempt.receive()
-            end = attempt.end
+            end = ended
         except TimeoutError:
             end = _timed_out(route, self._config.canary_timeout_s)
         finally:
             attempt.close()
         self._stats.canary("ok" if isinstance(end, Done) else "failed")
-        return end if isinstance(end, Broken) else None
+        return end
+
+
+def _caveat(end: Done) -> str:
+    """Why a pair is not as good as it could be; empty when it is."""
+    seedless = "" if end.decode is None else end.decode.seedless
+    return f"seedless, {seedless}" if seedless else ""
 
 
 def _timed_out(route: Route, seconds: float) -> Broken:

@@ -24,6 +24,7 @@ from speculative.drafts.dflash_network import MASK_EMBEDDING, DflashNetwork, che
 from speculative.drafts.extension import Extension
 from speculative.drafts.folder import DraftFolder, open_draft
 from speculative.drafts.layer import kv_spec
+from speculative.drafts.reach import within_reach
 from speculative.proposer import Advance, DraftNeeds, Proposal, Seed
 
 _MASK_FILE = "mask_embedding.pt"
@@ -82,7 +83,9 @@ class DflashProposer:
         )
         self._read(self._backlog.take([request for request in requests if request not in self._resting]))
         spans = [
-            self._block(request, count) for request, count in zip(requests, counts, strict=True) if count > 0
+            within_reach(self._block(request, count), request, self._page_size)
+            for request, count in zip(requests, counts, strict=True)
+            if count > 0
         ]
         if not spans:
             return [Proposal() for _ in requests]

@@ -36,7 +36,8 @@ _EXACT = DraftPolicy()
 class _Work:
     """One request's part of a forward.
 
-    tree: what is verified: root and drafts, or where a prompt ends its last token; None within a prompt.
+    tree: what is verified: root and drafts, or where a prompt ends its last token; None within a prompt, and
+        at its end where the token after it is known.
     limit, ranks: the most drafts it might have, and the rank of each it has.
     verdict: once there are logits, of what has a tree.
     """
@@ -46,6 +47,7 @@ class _Work:
     tree: Tree | None
     rows: tuple[int, int]
     is_prompt: bool
+    is_prompt_end: bool = False
     q_KV: torch.Tensor | None = None
     limit: int = 0
     ranks: Sequence[int] = ()
@@ -55,15 +57,11 @@ class _Work:
     progress: Progress | None = None
     advance: Advance | None = None
 
-    @property
-    def is_prompt_end(self) -> bool:
-        return self.is_prompt and self.tree is not None
-
 
 class EngineLoop:
-    """Requests enter with `add` (prompt to be computed) or `join` (prompt already in its pages), leave when
-    they finish or by `release`. A request added with `hold` keeps its pages after its first token, or the
-    failure to draw it, until `release`: its KV is being sent elsewhere."""
+    """Requests enter with `add` (prompt to be computed) or `join` (prompt in its pages, or most of it), leave
+    when they finish or by `release`. A request added with `hold` keeps its pages after its first token, or
+    the failure to draw it, until `release`: its KV is being sent elsewhere."""
 
     def __init__(
         self,
@@ -99,11 +97,11 @@ class EngineLoop:
         self.scheduler.add(request)
 
     def join(self, request: Request, *, first_token: int, seed: Seed | None) -> None:
-        """Start decoding a request whose prompt KV is complete and whose first token is known.
+        """Start decoding a request whose first token is known.
 
+        Where less than its prompt is committed, the rest is computed here first, so that its draft sees it.
         Raises ValueError for a token or a seed that cannot be; the request's pages have gone back then.
         """
-        assert request.num_committed == len(request.prompt_ids)
         self._states[request.key] = self._new_state(request)
         self.scheduler.join(request)
         try:
@@ -113,7 +111,8 @@ class EngineLoop:
                 )
             request.tokens.append(first_token)
             self._states[request.key].advance([first_token])
-            self.proposer.admit(request, seed)
+            if request.is_prompt_done:
+                self.proposer.admit(request, seed)
         except ValueError:
             self.release(request.key)
             raise
@@ -229,17 +228,23 @@ class EngineLoop:
     def _chunk(self, request: Request, count: int) -> _Work:
         start = request.num_committed
         is_end = start + count == len(request.prompt_ids)
-        num_scored = _num_scored(request, count)
+        is_drawn = is_end and not request.has_first_token
+        num_scored = 0 if request.has_first_token else _num_scored(request, count)
         span = Span(
             token_ids=request.prompt_ids[start : start + count],
             num_committed=start,
             pages=request.pages,
             positions=range(start, start + count),
-            logit_rows=(*range(num_scored), *([count - 1] if is_end else [])),
+            logit_rows=(*range(num_scored), *([count - 1] if is_drawn else [])),
         )
-        tree = build(request.prompt_ids[-1], Proposal()) if is_end else None
         return _Work(
-            request=request, span=span, tree=tree, rows=(0, 0), is_prompt=True, num_scored=num_scored
+            request=request,
+            span=span,
+            tree=build(request.prompt_ids[-1], Proposal()) if is_drawn else None,
+            rows=(0, 0),
+            is_prompt=True,
+            is_prompt_end=is_end,
+            num_scored=num_scored,
         )
 
     # running

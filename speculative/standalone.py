@@ -30,6 +30,7 @@ from engine.request import Request
 from speculative.drafts.chain_draws import ChainDraws
 from speculative.drafts.config import check_same
 from speculative.drafts.layer import POOL, kv_spec
+from speculative.drafts.reach import within_reach
 from speculative.proposer import Advance, DraftNeeds, Proposal, Seed
 
 _TOKENIZER_FILE = "tokenizer.json"
@@ -57,8 +58,8 @@ class StandaloneConfig:
 
 
 class StandaloneProposer:
-    """Invariant: slots [0, `_filled[request]`) of a running request hold the draft's KV of its tokens, and
-    cover every page the request may share."""
+    """Invariant: slots [`draft_start`, `_filled[request]`) of a running request hold the draft's KV of its
+    tokens, and cover every page the request may share."""
 
     def __init__(self, config: StandaloneConfig) -> None:
         self._config = config
@@ -133,9 +134,9 @@ class StandaloneProposer:
     def _next(self, request: Request, chain: Sequence[int]) -> Span:
         """What the draft has not seen of tokens and chain; its last row draws the next token."""
         if chain:
-            return _span(request, request.num_committed + len(chain), chain[-1:], is_drawn=True)
+            return self._span(request, request.num_committed + len(chain), chain[-1:], is_drawn=True)
         start = self._filled[request]
-        return _span(request, start, request.tokens[start:], is_drawn=True)
+        return self._span(request, start, request.tokens[start:], is_drawn=True)
 
     def _missing(self, advance: Advance) -> Span | None:
         """Committed tokens to feed now: a prompt chunk's, or those that complete a page of a round's."""
@@ -143,30 +144,30 @@ class StandaloneProposer:
         end = request.num_committed
         if advance.is_prompt:
             start = end - len(advance.accepted_nodes)
-            return _span(request, start, request.prompt_ids[start:end], is_drawn=False)
+            return self._span(request, start, request.prompt_ids[start:end], is_drawn=False)
         filled = min(self._filled[request], end)
         page_size = self._pool.layout.page_size
         if filled >= end // page_size * page_size:
             self._filled[request] = filled
             return None
         self._filled[request] = end
-        return _span(request, filled, request.tokens[filled:end], is_drawn=False)
+        return self._span(request, filled, request.tokens[filled:end], is_drawn=False)
+
+    def _span(self, request: Request, start: int, token_ids: Sequence[int], *, is_drawn: bool) -> Span:
+        count = len(token_ids)
+        span = Span(
+            token_ids=token_ids,
+            num_committed=start,
+            pages=request.pages,
+            positions=range(start, start + count),
+            logit_rows=(count - 1,) if is_drawn else (),
+        )
+        return within_reach(span, request, self._pool.layout.page_size)
 
 
 def _proposal(chain: Sequence[int], draws: ChainDraws | None, request: Request) -> Proposal:
     q_KV = draws.q_KV(request, len(chain)) if draws is not None else None
     return Proposal(token_ids=tuple(chain), parents=tuple(range(len(chain))), q_KV=q_KV)
-
-
-def _span(request: Request, start: int, token_ids: Sequence[int], *, is_drawn: bool) -> Span:
-    count = len(token_ids)
-    return Span(
-        token_ids=token_ids,
-        num_committed=start,
-        pages=request.pages,
-        positions=range(start, start + count),
-        logit_rows=(count - 1,) if is_drawn else (),
-    )
 
 
 def check_same_tokens(draft: Path, target: Path) -> None:

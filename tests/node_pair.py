@@ -88,14 +88,14 @@ def make_prefill(
     **engine_options: int,
 ) -> PrefillLoop:
     engine = make_engine(proposer, **engine_options)  # type: ignore[arg-type]
+    peers = peers_of(engine, name, fabric, is_decode=False, identity=identity)
     return PrefillLoop(
         engine=engine,
         transfers=PrefillTransfers(
             page_size=engine.cache.page_size,
-            page_bytes=engine.pool.layout.page_bytes,
-            page_checksum=lambda page: page_checksum(engine.pool.page(page)),
+            page_checksum=checksum_of(engine, peers),
         ),
-        peers=peers_of(engine, name, fabric, is_decode=False, identity=identity),
+        peers=peers,
         intake=intake_of(engine),
         grammars=grammars,
     )
@@ -113,17 +113,21 @@ def make_decode(
 ) -> DecodeLoop:
     proposer = proposer or create_proposer(algorithm, default_options(algorithm))
     engine = make_engine(proposer, **engine_options)  # type: ignore[arg-type]
+    peers = peers_of(engine, name, fabric, is_decode=True, identity=identity)
     return DecodeLoop(
         engine=engine,
         transfers=DecodeTransfers(
             page_size=engine.cache.page_size,
-            page_checksum=lambda page: page_checksum(engine.pool.page(page)),
+            page_checksum=checksum_of(engine, peers),
         ),
-        peers=peers_of(engine, name, fabric, is_decode=True, identity=identity),
+        peers=peers,
         intake=intake_of(engine),
-        page_bytes=engine.pool.layout.page_bytes,
         grammars=grammars,
     )
+
+
+def checksum_of(engine: EngineLoop, peers: PeerTable) -> Callable[[Incarnation, int], int]:
+    return lambda peer, page: page_checksum(engine.pool.page(page)[: peers.copy_bytes(peer)])
 
 
 def default_options(algorithm: str) -> dict[str, object]:

@@ -18,6 +18,7 @@ def pack_hello(hello: Hello) -> pb.Hello:
         layout=_pack_layout(hello.layout),
         offers=[pb.Offer(name=offer.name, blob=offer.blob) for offer in hello.offers],
         checksums=hello.checksums,
+        allow_seedless=hello.allow_seedless,
     )
 
 
@@ -32,6 +33,7 @@ def unpack_hello(hello: pb.Hello) -> Hello:
         layout=_unpack_layout(hello.layout),
         offers=tuple(TransportOffer(name=offer.name, blob=offer.blob) for offer in hello.offers),
         checksums=hello.checksums,
+        allow_seedless=hello.allow_seedless,
     )
 
 

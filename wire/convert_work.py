@@ -321,6 +321,7 @@ def _pack_finished(finished: Finished) -> pb.Finished:
         compute_s=finished.compute_s,
         transfer_s=finished.transfer_s,
         num_steps=finished.num_steps,
+        seedless=finished.seedless,
     )
 
 
@@ -335,4 +336,5 @@ def _unpack_finished(tid: TransferId, finished: pb.Finished) -> Finished:
         compute_s=finished.compute_s,
         transfer_s=finished.transfer_s,
         num_steps=finished.num_steps,
+        seedless=finished.seedless,
     )

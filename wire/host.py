@@ -136,7 +136,7 @@ class NodeHost:
             "registry_failures": float(self._num_registry_failures),
         }
         peers = {} if self._peering is None else self._peering.states
-        return dataclasses.replace(status, counters=status.counters | counters, peers=status.peers | peers)
+        return dataclasses.replace(status, counters=status.counters | counters, peers=peers | status.peers)
 
     def drain(self) -> None:
         """Stop admitting and say so in the registry; what runs goes on. Idempotent."""

@@ -77,10 +77,14 @@ class ToPeer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerAccepted:
-    """The pair fits; `reply` is P's Hello, which its host sends back. D has said its own already: None."""
+    """The pair fits; `reply` is P's Hello, which its host sends back. D has said its own already: None.
+
+    note: what an operator should be told of the pair, the first time it is accepted.
+    """
 
     peer: Incarnation
     reply: Hello | None
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,7 @@ class Role:
     build_core: Callable[[CoreParts], NodeCore]
     wants: Callable[[NodeRecord], bool] | None
     may_write: MayWrite | None
+    allow_seedless: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +139,11 @@ async def serve_node(config: NodeConfig, facts: NodeFacts, role: Role) -> None:
         built.attach(asyncio.get_running_loop())
         server.add_handlers(_handlers(built))
     peers = PeerTable(
-        ours=_hello(incarnation, facts, transports, has_checksums=config.checksums),
+        ours=replace(
+            _hello(incarnation, facts, transports),
+            checksums=config.checksums,
+            allow_seedless=role.allow_seedless,
+        ),
         transports={built.transport.name: built.transport for built in transports},
         is_decode=role.may_write is not None,
     )
@@ -228,13 +233,10 @@ def _handlers(built: Built) -> "tuple[grpc.GenericRpcHandler[Any, Any], ...]":
     return tuple(handler for handler in handlers if isinstance(handler, grpc.GenericRpcHandler))
 
 
-def _hello(
-    incarnation: Incarnation, facts: NodeFacts, transports: Sequence[Built], *, has_checksums: bool
-) -> Hello:
+def _hello(incarnation: Incarnation, facts: NodeFacts, transports: Sequence[Built]) -> Hello:
     return Hello(
         incarnation=incarnation,
         identity=facts.identity,
         layout=facts.layout,
         offers=tuple(TransportOffer(name=built.transport.name, blob=b"") for built in transports),
-        checksums=has_checksums,
     )

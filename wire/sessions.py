@@ -165,6 +165,8 @@ class Sessions:
             return
         session.answer = answer
         session.answered.set()
+        if isinstance(answer, PeerAccepted) and answer.note:
+            logger.warning("paired with %s: %s", answer.peer, answer.note)
         if session.is_gone:
             self._settle(answer.peer, session)
         elif isinstance(answer, PeerAccepted) and answer.reply is not None and session.sends_hello:

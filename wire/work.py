@@ -154,6 +154,7 @@ class Finished:
     compute_s: float = 0.0
     transfer_s: float = 0.0
     num_steps: int = 0
+    seedless: str = ""  # how P's draft differs from D's, where D went on without its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

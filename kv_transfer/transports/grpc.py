@@ -101,8 +101,9 @@ class GrpcTransport:
         head = _OFFER.pack(_OFFER_MAGIC, self.memory.page_bytes, self.memory.num_pages)
         return TransportOffer(name=NAME, blob=head + self._address.encode())
 
-    def connect(self, peer: Incarnation, offer: TransportOffer) -> None:
-        address = self._check_offer(offer)
+    def connect(self, peer: Incarnation, offer: TransportOffer, *, copy_bytes: int | None = None) -> None:
+        page_bytes, address = self._check_offer(offer)
+        num_bytes = self.memory.check_copy(copy_bytes, page_bytes)
         if peer in self._outgoing:
             raise TransportError(f"peer: {peer} is connected already, close it first")
         loop = self.loop
@@ -111,13 +112,14 @@ class GrpcTransport:
         self._outgoing[peer] = OutgoingPages(
             peer,
             self.memory,
+            num_bytes,
             self._events.put,
             lambda: _call(loop, wakeup.set),
             self._frame_bytes,
             self._credit_bytes,
         )
         if self._may_write is not None:
-            incoming = IncomingPages(peer, self.memory, self._events.put, self._may_write, address)
+            incoming = IncomingPages(peer, self.memory, num_bytes, self._events.put, self._may_write, address)
             self._incoming[peer] = incoming
             _call(loop, lambda: self._start_receiving(incoming))
 
@@ -193,8 +195,8 @@ class GrpcTransport:
         if outgoing is None or not outgoing.submit(handle, pages):
             self._outbox.fail(handle, PEER_UNKNOWN)
 
-    def _check_offer(self, offer: TransportOffer) -> str:
-        """The address in it. Raises TransportError naming the field that does not fit."""
+    def _check_offer(self, offer: TransportOffer) -> tuple[int, str]:
+        """The page size and the address in it. Raises TransportError naming the field that does not fit."""
         if offer.name != NAME:
             raise TransportError(f"offer.name: {NAME!r} here, {offer.name!r} there")
         if len(offer.blob) < _OFFER.size:
@@ -202,12 +204,10 @@ class GrpcTransport:
         magic, page_bytes, _ = _OFFER.unpack_from(offer.blob)
         if magic != _OFFER_MAGIC:
             raise TransportError(f"offer.blob: version {_OFFER_MAGIC!r} here, {magic!r} there")
-        if page_bytes != self.memory.page_bytes:
-            raise TransportError(f"offer.page_bytes: {self.memory.page_bytes} here, {page_bytes} there")
         address = offer.blob[_OFFER.size :].decode(errors="replace")
         if self._may_write is not None and ":" not in address:
             raise TransportError(f"offer.address: host:port expected, got {address!r}")
-        return address
+        return page_bytes, address
 
     def _start_receiving(self, incoming: IncomingPages) -> None:
         if incoming.is_closed:

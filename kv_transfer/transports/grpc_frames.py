@@ -6,7 +6,7 @@ Little endian. D to P, one greeting and then one acknowledgement per frame:
 P to D, one frame per message:
   frame     u64 write, u32 attempt, u32 start, u32 stop (of the whole write), u32 first page of this frame,
             u32 num_pages, u16 request id length, request id (utf-8), u32 page id at D * num_pages,
-            then the pages back to back
+            then the pages back to back, or so many leading bytes of each as were agreed
 `write` numbers a write of P; page positions are those of the request.
 """
 
@@ -73,16 +73,16 @@ def pack_frame(head: FrameHead, pages: Sequence[memoryview]) -> bytes:
     return b"".join((fixed, request_id, page_ids, *pages))
 
 
-def parse_frame(message: bytes, page_bytes: int) -> tuple[FrameHead, memoryview]:
+def parse_frame(message: bytes, copy_bytes: int) -> tuple[FrameHead, memoryview]:
     """The head, and the pages back to back (no copy). Raises FrameError."""
     if len(message) < _FRAME.size:
         raise FrameError(f"frame: at least {_FRAME.size} bytes expected, got {len(message)}")
     write, attempt, start, stop, first, num_pages, id_len = _FRAME.unpack_from(message)
     ids_at = _FRAME.size + id_len
     data_at = ids_at + 4 * num_pages
-    if len(message) != data_at + num_pages * page_bytes:
+    if len(message) != data_at + num_pages * copy_bytes:
         raise FrameError(
-            f"frame: {num_pages} pages of {page_bytes} bytes make {data_at + num_pages * page_bytes}, "
+            f"frame: {num_pages} pages of {copy_bytes} bytes make {data_at + num_pages * copy_bytes}, "
             f"got {len(message)}"
         )
     if not start <= first < first + num_pages <= stop:

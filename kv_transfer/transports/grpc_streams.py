@@ -55,6 +55,7 @@ class OutgoingPages:
 
     peer: Incarnation
     memory: PoolMemory
+    copy_bytes: int  # the leading bytes of every page that travel
     emit: Callable[[TransportEvent], None]
     wake: Callable[[], None]  # tells the event loop that `take_frame` may have something; any thread
     frame_bytes: int
@@ -68,7 +69,7 @@ class OutgoingPages:
 
     def submit(self, handle: WriteHandle, pages: Ready) -> bool:
         """Queue a write as frames; False when the peer is closed."""
-        size = max(1, self.frame_bytes // self.memory.page_bytes)
+        size = max(1, self.frame_bytes // self.copy_bytes)
         frames = [
             _Frame(
                 handle=handle,
@@ -101,7 +102,7 @@ class OutgoingPages:
             write = self._writes[handle.number]
             write.num_queued -= 1
             write.num_unacknowledged += 1
-            self._in_flight[handle.number, frame.first] = len(frame.local_pages) * self.memory.page_bytes
+            self._in_flight[handle.number, frame.first] = len(frame.local_pages) * self.copy_bytes
             head = FrameHead(
                 write=handle.number,
                 tid=handle.tid,
@@ -110,7 +111,8 @@ class OutgoingPages:
                 first=frame.first,
                 page_ids=frame.remote_pages,
             )
-            return pack_frame(head, [self.memory.page(page_id) for page_id in frame.local_pages])
+            pages = [self.memory.page(page_id)[: self.copy_bytes] for page_id in frame.local_pages]
+            return pack_frame(head, pages)
 
     def acknowledged(self, ack: Ack) -> None:
         """The peer wrote or refused a frame. An acknowledgement of nothing is ignored."""
@@ -160,6 +162,7 @@ class IncomingPages:
 
     peer: Incarnation
     memory: PoolMemory
+    copy_bytes: int  # the leading bytes of every page that travel
     emit: Callable[[TransportEvent], None]
     may_write: MayWrite
     address: str
@@ -172,7 +175,7 @@ class IncomingPages:
 
     def take(self, message: bytes) -> Ack | None:
         """Copy one frame's pages into the pool; None when closed. Raises FrameError."""
-        head, data = parse_frame(message, self.memory.page_bytes)
+        head, data = parse_frame(message, self.copy_bytes)
         with self._lock:
             if self.is_closed:
                 self.discarded_pages += len(head.page_ids)
@@ -190,9 +193,9 @@ class IncomingPages:
         return "" if self.may_write(self.peer, head.tid, head.page_ids) else NOT_LEASED
 
     def _copy(self, head: FrameHead, data: memoryview) -> None:
-        size = self.memory.page_bytes
+        size = self.copy_bytes
         for index, page_id in enumerate(head.page_ids):
-            self.memory.page(page_id)[:] = data[index * size : (index + 1) * size]
+            self.memory.page(page_id)[:size] = data[index * size : (index + 1) * size]
         self._num_written += len(head.page_ids)
         if self._num_written == head.stop - head.start:
             self.emit(Landed(peer=self.peer, tid=head.tid, start=head.start, stop=head.stop))

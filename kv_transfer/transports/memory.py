@@ -195,6 +195,7 @@ class MemoryTransport:
         self._fabric = fabric
         self._memory: PoolMemory | None = None
         self._connected: dict[Incarnation, int] = {}
+        self._copy_bytes: dict[Incarnation, int] = {}
         self._lost: set[Incarnation] = set()
 
     @property
@@ -214,7 +215,7 @@ class MemoryTransport:
     def offer(self) -> TransportOffer:
         return TransportOffer(name=NAME, blob=self.incarnation.encode())
 
-    def connect(self, peer: Incarnation, offer: TransportOffer) -> None:
+    def connect(self, peer: Incarnation, offer: TransportOffer, *, copy_bytes: int | None = None) -> None:
         if offer.name != NAME:
             raise TransportError(f"offer.name: {NAME!r} here, {offer.name!r} there")
         if offer.blob != peer.encode():
@@ -222,13 +223,11 @@ class MemoryTransport:
         other = self._fabric.member(peer)
         if other is None:
             raise TransportError(f"offer.blob: no member {peer!r} on this fabric")
-        if other.memory.page_bytes != self.memory.page_bytes:
-            raise TransportError(
-                f"page_bytes: {self.memory.page_bytes} here, {other.memory.page_bytes} there"
-            )
+        num_bytes = self.memory.check_copy(copy_bytes, other.memory.page_bytes)
         if peer in self._connected:
             raise TransportError(f"peer: {peer} is connected already, close it first")
         self._connected[peer] = self._fabric.connection()
+        self._copy_bytes[peer] = num_bytes
         self._lost.discard(peer)
 
     def connection_to(self, peer: Incarnation) -> int | None:
@@ -259,6 +258,7 @@ class MemoryTransport:
 
     def close_peer(self, peer: Incarnation) -> None:
         self._lost.discard(peer)
+        self._copy_bytes.pop(peer, None)
         if self._connected.pop(peer, None) is not None:
             self.outbox.withdraw_peer(peer, PEER_CLOSED)
             self._fabric.abandon(self, peer, PEER_CLOSED)
@@ -280,8 +280,9 @@ class MemoryTransport:
         """Copy pages into our pool; False when the connection they came on is closed."""
         if self._connected.get(peer) != connection:
             return False
+        size = self._copy_bytes[peer]
         for local, remote in zip(pages.local_pages, pages.remote_pages, strict=True):
-            self.memory.page(remote)[:] = writer.memory.page(local)
+            self.memory.page(remote)[:size] = writer.memory.page(local)[:size]
         return True
 
     def notice(self, peer: Incarnation, connection: int, handle: WriteHandle) -> None:

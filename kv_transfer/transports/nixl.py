@@ -90,7 +90,8 @@ class _Link:
 
     agent_name: str
     num_pages: int
-    pages: Any  # prepared descriptor list of the peer's pool
+    local_pages: Any  # prepared descriptor list of our pool, of as many bytes of a page as travel
+    pages: Any  # the same of the peer's pool
     writes: dict[int, tuple[WriteHandle, Any]] = field(default_factory=dict)  # posted, by handle number
     is_lost: bool = False
 
@@ -140,7 +141,7 @@ class NixlTransport:
         self._memory: PoolMemory | None = None
         self._sender: Any = None
         self._registration: Any = None
-        self._local_pages: Any = None
+        self._local_pages: dict[int, Any] = {}  # prepared descriptor lists by bytes of a page
         if "NIXL_LOG_LEVEL" not in os.environ:
             logging.getLogger("nixl").setLevel(logging.WARNING)
 
@@ -158,7 +159,7 @@ class NixlTransport:
         self._memory = memory
         try:
             self._sender, self._registration = make_agent(self.incarnation, self.memory, self._ucx_options)
-            self._local_pages = self._sender.prep_xfer_dlist("NIXL_INIT_AGENT", _strided(memory), "DRAM")
+            self._prepare(memory.page_bytes)
         except NIXL_ERRORS as error:
             raise TransportError(f"memory: NIXL cannot register the pool: {error}") from error
 
@@ -183,14 +184,11 @@ class NixlTransport:
         ).pack()
         return TransportOffer(name=NAME, blob=blob)
 
-    def connect(self, peer: Incarnation, offer: TransportOffer) -> None:
+    def connect(self, peer: Incarnation, offer: TransportOffer, *, copy_bytes: int | None = None) -> None:
         theirs = unpack_offer(offer)
         if theirs.gate.split(_NAME_SEPARATOR, 1)[0] != peer:
             raise TransportError(f"offer.gate: incarnation {peer!r} expected, got {theirs.gate!r}")
-        if theirs.page_bytes != self.memory.page_bytes:
-            raise TransportError(
-                f"offer.page_bytes: {self.memory.page_bytes} here, {theirs.page_bytes} there"
-            )
+        num_bytes = self.memory.check_copy(copy_bytes, theirs.page_bytes)
         if peer in self._links:
             raise TransportError(f"peer: {peer} is connected already, close it first")
         try:
@@ -199,11 +197,14 @@ class NixlTransport:
             if name != theirs.gate:
                 self._sender.remove_remote_agent(name)
                 raise TransportError(f"offer.metadata: agent {theirs.gate!r} expected, got {name!r}")
-            pages = self._sender.prep_xfer_dlist(name, _strided(theirs), "DRAM")
+            local_pages = self._prepare(num_bytes)
+            pages = self._sender.prep_xfer_dlist(name, _strided(theirs, num_bytes), "DRAM")
             self._sender.send_notif(name, BIND)
         except NIXL_ERRORS as error:
             raise TransportError(f"offer.metadata: NIXL refuses it: {error}") from error
-        self._links[peer] = _Link(agent_name=name, num_pages=theirs.num_pages, pages=pages)
+        self._links[peer] = _Link(
+            agent_name=name, num_pages=theirs.num_pages, local_pages=local_pages, pages=pages
+        )
 
     def write(self, peer: Incarnation, tid: TransferId, pages: Ready) -> WriteHandle:
         """Posts at once when the pages are final, so that bytes move while the caller computes."""
@@ -255,9 +256,16 @@ class NixlTransport:
         for zombie in self._zombies:
             self._outbox.fail(zombie.handle, zombie.reason)
         self._zombies.clear()
-        self._local_pages = None
+        self._local_pages = {}
         self._registration = None
         self._sender = None
+
+    def _prepare(self, num_bytes: int) -> Any:
+        """Our pages as a prepared list of so many bytes each; peers with the same terms share one."""
+        if num_bytes not in self._local_pages:
+            rows = _strided(self.memory, num_bytes)
+            self._local_pages[num_bytes] = self._sender.prep_xfer_dlist("NIXL_INIT_AGENT", rows, "DRAM")
+        return self._local_pages[num_bytes]
 
     def _destroy_gate(self, name: str) -> None:
         """The agent's destructor joins its progress thread: after this line nothing is written through it."""
@@ -318,7 +326,7 @@ class NixlTransport:
         try:
             transfer = self._sender.make_prepped_xfer(
                 "WRITE",
-                self._local_pages,
+                link.local_pages,
                 np.array(pages.local_pages, dtype=np.int32),
                 link.pages,
                 np.array(pages.remote_pages, dtype=np.int32),
@@ -376,9 +384,9 @@ class NixlTransport:
             self._outbox.emit(landed)
 
 
-def _strided(pool: PoolMemory | NixlOffer) -> "np.ndarray[Any, np.dtype[np.uint64]]":
-    """All pages of a pool as NIXL's (address, len, device, stride, count) row."""
-    return np.array([[pool.address, pool.page_bytes, 0, pool.page_bytes, pool.num_pages]], dtype=np.uint64)
+def _strided(pool: PoolMemory | NixlOffer, num_bytes: int) -> "np.ndarray[Any, np.dtype[np.uint64]]":
+    """The first bytes of every page of a pool as NIXL's (address, len, device, stride, count) row."""
+    return np.array([[pool.address, num_bytes, 0, pool.page_bytes, pool.num_pages]], dtype=np.uint64)
 
 
 def create(setup: Setup) -> Built:

@@ -25,6 +25,7 @@ from engine.pool import PagePool
 from engine.randomness import Coins
 from engine.request import Request
 from speculative.drafts.chain_draws import ChainDraws
+from speculative.drafts.reach import within_reach
 from speculative.drafts.recurrent import TreeShape
 from speculative.proposer import Advance, DraftNeeds, Proposal, Seed
 
@@ -125,6 +126,7 @@ class ModuleChainProposer:
         self.needs = self._needs(layer_ids=self._draft.layer_ids(model))
         self._modules = self._draft.build_all(model, pool)
         self._model = model
+        self._page_size = pool.layout.page_size
 
     def admit(self, request: Request, seed: Seed | None) -> None:
         if seed is not None:
@@ -198,7 +200,7 @@ class ModuleChainProposer:
     ) -> list[torch.Tensor]:
         """One module over every window: its output rows, and one more token where the prompt has ended."""
         module = self._modules[index]
-        spans = [window.span(index) for window in windows]
+        spans = [within_reach(window.span(index), window.request, self._page_size) for window in windows]
         counts = [len(span.token_ids) for span in spans]
         used = [spans[i] for i, count in enumerate(counts) if count]
         if not used:

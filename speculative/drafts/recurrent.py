@@ -27,6 +27,7 @@ from speculative.drafts.backlog import Backlog, Reading
 from speculative.drafts.chain_draws import ChainDraws, draws_drafts
 from speculative.drafts.extension import extension_of
 from speculative.drafts.head import DraftHead, Floats, Ids, best
+from speculative.drafts.reach import within_reach
 from speculative.drafts.scratch import ScratchRows
 from speculative.growth import Growth, num_candidates
 from speculative.proposer import Advance, DraftNeeds, Proposal, Seed
@@ -136,7 +137,8 @@ class RecurrentProposer:
         self._target_vocab_size = model.config.vocab_size
         self.needs = needs_of(self._draft.needs, self._shape, layer_ids=self._draft.layer_ids(model))
         self._network = self._draft.build(model, pool)
-        self._backlog = Backlog(pool.layout.page_size)
+        self._page_size = pool.layout.page_size
+        self._backlog = Backlog(self._page_size)
         self._device = model.device
         self._dtype = model.dtype
         self._width = min(STATE_WIDTH, self._network.head.vocab_size)
@@ -200,7 +202,10 @@ class RecurrentProposer:
         """Write the draft's KV of these slots, and keep what the last pair of each request predicts."""
         if reading is None:
             return
-        spans = reading.spans
+        spans = [
+            within_reach(span, request, self._page_size)
+            for request, span in zip(reading.requests, reading.spans, strict=True)
+        ]
         hidden_RE, logits_RV = self._network.forward(spans, self._network.fuse(reading.captured))
         ended = [request for request, span in zip(reading.requests, spans, strict=True) if span.logit_rows]
         if not ended:
@@ -244,7 +249,7 @@ class RecurrentProposer:
         width, head = self._shape.topk, self._network.head
         p_BK, ids_BK = self._first(requests, draws)
         growth = Growth(p_BK, head.to_target(ids_BK))
-        rows = ScratchRows(requests, width=width)
+        rows = ScratchRows(requests, width=width, page_size=self._page_size)
         beams = growth.beams()
         hidden_BE = torch.stack([self._states[request].hidden_E for request in requests])
         hidden_BKE = hidden_BE[:, None].expand(-1, width, -1)

@@ -11,6 +11,7 @@ import torch
 
 from engine.batch import Span
 from engine.request import Request
+from speculative.drafts.reach import within_reach
 from speculative.growth import Beams
 
 
@@ -21,8 +22,9 @@ class ScratchRows:
     seen but by their descendants, and only rows of one span can hide from each other.
     """
 
-    def __init__(self, requests: Sequence[Request], *, width: int) -> None:
+    def __init__(self, requests: Sequence[Request], *, width: int, page_size: int) -> None:
         self._requests = requests
+        self._page_size = page_size
         self._width = width
         self._num_steps = 0
         self._token_ids: list[list[int]] = [[] for _ in requests]
@@ -45,19 +47,23 @@ class ScratchRows:
 
     def _chain(self, step: int, beams: Beams) -> list[Span]:
         return [
-            Span(
-                token_ids=(int(token_id),),
-                num_committed=request.num_committed + step,
-                pages=request.pages,
-                positions=(request.num_committed + step,),
-                logit_rows=(0,),
+            within_reach(
+                Span(
+                    token_ids=(int(token_id),),
+                    num_committed=request.num_committed + step,
+                    pages=request.pages,
+                    positions=(request.num_committed + step,),
+                    logit_rows=(0,),
+                ),
+                request,
+                self._page_size,
             )
             for request, token_id in zip(self._requests, beams.token_ids_BK[:, 0], strict=True)
         ]
 
     def _tree(self, index: int) -> Span:
         request, num_rows = self._requests[index], len(self._token_ids[index])
-        return Span(
+        span = Span(
             token_ids=tuple(self._token_ids[index]),
             num_committed=request.num_committed,
             pages=request.pages,
@@ -65,3 +71,4 @@ class ScratchRows:
             logit_rows=range(num_rows - self._width, num_rows),
             parents=tuple(self._parents[index]),
         )
+        return within_reach(span, request, self._page_size)

@@ -38,8 +38,7 @@ def test_only_an_idle_node_compares_its_books_for_a_status() -> None:
         engine=engine,
         transfers=PrefillTransfers(
             page_size=engine.cache.page_size,
-            page_bytes=engine.pool.layout.page_bytes,
-            page_checksum=lambda page: page_checksum(engine.pool.page(page)),
+            page_checksum=lambda _, page: page_checksum(engine.pool.page(page)),
         ),
         peers=peers_of(engine, "P", MemoryFabric(clock=lambda: 0.0), is_decode=False, identity=IDENTITY),
         intake=intake_of(engine),

@@ -30,12 +30,12 @@ CANCEL = Send(peer=P, message=CancelTransfer(tid=TID))
 RELEASE = ReleasePages(tid=TID)
 
 
-def no_checksum(page_id: int) -> int:
+def no_checksum(peer: Incarnation, page_id: int) -> int:
     raise AssertionError(f"page {page_id} was summed")
 
 
 def machine(
-    *, page_checksum: Callable[[int], int] = no_checksum, has_checksums: bool = False
+    *, page_checksum: Callable[[Incarnation, int], int] = no_checksum, has_checksums: bool = False
 ) -> DecodeTransfers:
     transfers = DecodeTransfers(page_size=16, page_checksum=page_checksum, timeouts=TIMEOUTS)
     transfers.peer_ready(P, has_checksums=has_checksums)
@@ -463,7 +463,7 @@ def test_our_own_failure_takes_the_same_way_as_a_cancel() -> None:
 
 
 def test_checksums_are_compared_page_by_page_in_the_order_of_the_ranges() -> None:
-    transfers = machine(page_checksum={8: 80, 9: 90, 4: 40}.__getitem__, has_checksums=True)
+    transfers = machine(page_checksum=lambda _, page: {8: 80, 9: 90, 4: 40}[page], has_checksums=True)
     submit(transfers)
     grant(transfers)
     transfers.landed(P, TID, start=0, stop=3, now=0.0)
@@ -472,7 +472,7 @@ def test_checksums_are_compared_page_by_page_in_the_order_of_the_ranges() -> Non
 
 
 def test_a_corrupt_page_fails_the_transfer_retryably_and_holds_the_lease_until_drained() -> None:
-    transfers = machine(page_checksum={8: 80, 9: 91, 4: 40}.__getitem__, has_checksums=True)
+    transfers = machine(page_checksum=lambda _, page: {8: 80, 9: 91, 4: 40}[page], has_checksums=True)
     submit(transfers)
     grant(transfers)
     transfers.landed(P, TID, start=0, stop=3, now=0.0)

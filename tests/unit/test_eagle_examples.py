@@ -317,7 +317,7 @@ def test_eagle_g7_each_step_of_a_growth_writes_its_own_slots() -> None:
 
 def scratch_rows(request: Request, beams: Sequence[Beams]) -> list[tuple[list[int], list[int]]]:
     """(slots, positions) of the rows whose logits each step wants."""
-    rows = ScratchRows([request], width=2)
+    rows = ScratchRows([request], width=2, page_size=4)
     found = []
     for step in beams:
         ((span,), _) = rows.add(step, torch.zeros(1, 2, 8))

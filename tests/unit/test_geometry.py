@@ -31,7 +31,11 @@ D, P = hello("d"), hello("p")
 
 def test_equal_nodes_agree_on_version_transport_and_the_peers_offer() -> None:
     assert negotiate(D, P, is_decode=True) == Agreement(
-        version=1, transport="memory", peer_offer=P.offers[0], has_checksums=False
+        version=1,
+        transport="memory",
+        peer_offer=P.offers[0],
+        has_checksums=False,
+        copy_bytes=layout().page_bytes,
     )
 
 

@@ -33,7 +33,7 @@ class FlakyTransport:
         self.num_offers += 1
         return TransportOffer(name=self.name, blob=b"%d" % self.num_offers)
 
-    def connect(self, peer: Incarnation, offer: TransportOffer) -> None:
+    def connect(self, peer: Incarnation, offer: TransportOffer, *, copy_bytes: int | None = None) -> None:
         if self.is_broken:
             raise TransportError("offer.metadata: no route")
         self.open.append(peer)

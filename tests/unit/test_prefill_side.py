@@ -46,19 +46,17 @@ OVER = "it is over on the prefill node"
 CHUNK, LAST = Completed(), Completed()
 
 
-def no_checksum(page_id: int) -> int:
+def no_checksum(peer: Incarnation, page_id: int) -> int:
     raise AssertionError(f"page {page_id} was summed")
 
 
 def machine(
     *,
-    page_checksum: Callable[[int], int] = no_checksum,
+    page_checksum: Callable[[Incarnation, int], int] = no_checksum,
     has_checksums: bool = False,
     early: EarlyReserves | None = None,
 ) -> PrefillTransfers:
-    transfers = PrefillTransfers(
-        page_size=16, page_bytes=1000, page_checksum=page_checksum, timeouts=TIMEOUTS, early=early
-    )
+    transfers = PrefillTransfers(page_size=16, page_checksum=page_checksum, timeouts=TIMEOUTS, early=early)
     transfers.peer_ready(D, has_checksums=has_checksums)
     return transfers
 
@@ -147,7 +145,7 @@ def test_pages_leave_while_later_chunks_are_computed_and_the_partial_page_leaves
     assert last_chunk(transfers, now=3.0) == [write(1, 3), final((0, 3))]
     transfers.wrote(REST)
     assert transfers.write_done(REST, now=4.0) == [
-        HandoverDone(tid=TID, num_bytes=3000, transfer_s=3.0),
+        HandoverDone(tid=TID, num_pages=3, transfer_s=3.0),
         RELEASE,
     ]
     assert transfers.state(TID) is None
@@ -192,20 +190,20 @@ def test_a_full_hit_of_the_decode_node_is_handed_over_without_a_write() -> None:
     done = transfers.computed(TID, num_tokens=32, pages=(1, 2), event=LAST, handoff=handoff, now=0.0)
     assert done == [
         Send(peer=D, message=Final(tid=TID, ranges=(), handoff=handoff)),
-        HandoverDone(tid=TID, num_bytes=0, transfer_s=0.0),
+        HandoverDone(tid=TID, num_pages=0, transfer_s=0.0),
         RELEASE,
     ]
 
 
 def test_with_checksums_final_waits_for_the_last_write() -> None:
-    transfers = machine(page_checksum=lambda page_id: 10 * page_id, has_checksums=True)
+    transfers = machine(page_checksum=lambda _, page_id: 10 * page_id, has_checksums=True)
     submit(transfers)
     reserve(transfers)
     assert last_chunk(transfers) == [write(0, 3)]
     transfers.wrote(FIRST)
     assert transfers.write_done(FIRST, now=0.0) == [
         final((0, 3), checksums=(10, 20, 30)),
-        HandoverDone(tid=TID, num_bytes=3000, transfer_s=0.0),
+        HandoverDone(tid=TID, num_pages=3, transfer_s=0.0),
         RELEASE,
     ]
 
@@ -447,7 +445,7 @@ def test_after_the_handover_a_cancel_is_drained_and_a_reserve_is_a_fault() -> No
 
 
 def test_to_a_peer_that_is_not_connected_nothing_is_said_until_it_asks() -> None:
-    transfers = PrefillTransfers(page_size=16, page_bytes=1000, page_checksum=no_checksum, timeouts=TIMEOUTS)
+    transfers = PrefillTransfers(page_size=16, page_checksum=no_checksum, timeouts=TIMEOUTS)
     submit(transfers)
     assert transfers.cancel(TID, now=0.0) == [report(*CANCELLED), STOP, RELEASE]
     transfers.peer_ready(D, has_checksums=False)
@@ -511,7 +509,7 @@ def test_writes_done_in_time_but_noticed_late_hand_over() -> None:
     transfers = in_state(PrefillState.FLUSHING)
     transfers.write_done(FIRST, now=50.0)
     done = transfers.write_done(REST, now=50.0)
-    assert done == [HandoverDone(tid=TID, num_bytes=3000, transfer_s=50.0), RELEASE]
+    assert done == [HandoverDone(tid=TID, num_pages=3, transfer_s=50.0), RELEASE]
     assert transfers.tick(50.0) == []
 
 

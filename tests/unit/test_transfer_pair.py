@@ -116,7 +116,7 @@ class World:
         timeouts = DecodeTimeouts(queue_s=20, prefill_s=15, progress_s=6, drain_s=1, quarantine_s=0.7)
         machine = DecodeTransfers(
             page_size=PAGE_SIZE,
-            page_checksum=lambda page: page_checksum(node.memory[page]),
+            page_checksum=lambda _, page: page_checksum(node.memory[page]),
             timeouts=timeouts,
         )
         return machine, node
@@ -125,8 +125,7 @@ class World:
         node = Node()
         machine = PrefillTransfers(
             page_size=PAGE_SIZE,
-            page_bytes=1,
-            page_checksum=lambda page: page_checksum(node.memory[page]),
+            page_checksum=lambda _, page: page_checksum(node.memory[page]),
             timeouts=PrefillTimeouts(reserve_s=10, write_s=5, drain_s=2),
         )
         return machine, node

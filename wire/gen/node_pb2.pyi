@@ -615,6 +615,7 @@ class Finished(_message.Message):
     COMPUTE_S_FIELD_NUMBER: _builtins.int
     TRANSFER_S_FIELD_NUMBER: _builtins.int
     NUM_STEPS_FIELD_NUMBER: _builtins.int
+    SEEDLESS_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     stop_token_id: _builtins.int
     kv_bytes: _builtins.int
@@ -623,6 +624,7 @@ class Finished(_message.Message):
     compute_s: _builtins.float
     transfer_s: _builtins.float
     num_steps: _builtins.int
+    seedless: _builtins.str
     def __init__(
         self,
         *,
@@ -634,10 +636,11 @@ class Finished(_message.Message):
         compute_s: _builtins.float = ...,
         transfer_s: _builtins.float = ...,
         num_steps: _builtins.int = ...,
+        seedless: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "stop_token_id", b"stop_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "compute_s", b"compute_s", "kv_bytes", b"kv_bytes", "num_steps", b"num_steps", "queue_s", b"queue_s", "reason", b"reason", "stop_token_id", b"stop_token_id", "transfer_s", b"transfer_s", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "compute_s", b"compute_s", "kv_bytes", b"kv_bytes", "num_steps", b"num_steps", "queue_s", b"queue_s", "reason", b"reason", "seedless", b"seedless", "stop_token_id", b"stop_token_id", "transfer_s", b"transfer_s", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015

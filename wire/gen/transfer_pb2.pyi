@@ -178,10 +178,12 @@ class Hello(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     OFFERS_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
+    ALLOW_SEEDLESS_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.str
     min_version: _builtins.int
     max_version: _builtins.int
     checksums: _builtins.bool
+    allow_seedless: _builtins.bool
     @_builtins.property
     def identity(self) -> Global___Identity: ...
     @_builtins.property
@@ -198,10 +200,11 @@ class Hello(_message.Message):
         layout: Global___Layout | None = ...,
         offers: _abc.Iterable[Global___Offer] | None = ...,
         checksums: _builtins.bool = ...,
+        allow_seedless: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "identity", b"identity", "incarnation", b"incarnation", "layout", b"layout", "max_version", b"max_version", "min_version", b"min_version", "offers", b"offers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_seedless", b"allow_seedless", "checksums", b"checksums", "identity", b"identity", "incarnation", b"incarnation", "layout", b"layout", "max_version", b"max_version", "min_version", b"min_version", "offers", b"offers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
