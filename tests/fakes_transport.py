@@ -105,7 +105,12 @@ class Bench(Protocol):
     kind: str
 
     def node(
-        self, *, pool: PoolMemory | None = None, address: str = "", receives: bool = True
+        self,
+        *,
+        pool: PoolMemory | None = None,
+        address: str = "",
+        receives: bool = True,
+        incarnation: Incarnation | None = None,
     ) -> TransportNode:
         """A registered node; one that does not receive only writes, as a prefill node does."""
         ...
@@ -131,9 +136,14 @@ class MemoryBench:
         self.fabric = MemoryFabric(clock=self.clock, faults=faults)
 
     def node(
-        self, *, pool: PoolMemory | None = None, address: str = "", receives: bool = True
+        self,
+        *,
+        pool: PoolMemory | None = None,
+        address: str = "",
+        receives: bool = True,
+        incarnation: Incarnation | None = None,
     ) -> TransportNode:
-        incarnation = new_incarnation()
+        incarnation = incarnation or new_incarnation()
         transport = MemoryTransport(incarnation, self.fabric)
         pool = pool or make_pool()
         transport.register(pool)
@@ -160,9 +170,14 @@ class ProcessBench:
         self._nodes: list[tuple[TransportNode, grpc.aio.Server]] = []
 
     def node(
-        self, *, pool: PoolMemory | None = None, address: str = "", receives: bool = True
+        self,
+        *,
+        pool: PoolMemory | None = None,
+        address: str = "",
+        receives: bool = True,
+        incarnation: Incarnation | None = None,
     ) -> TransportNode:
-        incarnation = new_incarnation()
+        incarnation = incarnation or new_incarnation()
         leases = Leases()
         pool = pool or make_pool()
         server, port = self._run(self._serve(address or "127.0.0.1:0"))
@@ -217,11 +232,11 @@ def make_bench(kind: str) -> Bench:
     return MemoryBench() if kind == "memory" else ProcessBench(kind)
 
 
-def pair(writer: TransportNode, receiver: TransportNode) -> None:
+def pair(writer: TransportNode, receiver: TransportNode, *, copy_bytes: int | None = None) -> None:
     """Connect as after a Hello: the receiver offers first, the writer connects first."""
     offer = receiver.transport.offer()
-    writer.transport.connect(receiver.incarnation, offer)
-    receiver.transport.connect(writer.incarnation, writer.transport.offer())
+    writer.transport.connect(receiver.incarnation, offer, copy_bytes=copy_bytes)
+    receiver.transport.connect(writer.incarnation, writer.transport.offer(), copy_bytes=copy_bytes)
 
 
 def pump(

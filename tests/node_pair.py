@@ -1,6 +1,7 @@
 """A prefill and a decode core joined by hand: real engines, the memory transport, no host, our own clock."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from decode_node.loop import DecodeLoop
@@ -9,10 +10,10 @@ from engine.grammar import Grammars
 from kv_transfer.checksums import page_checksum
 from kv_transfer.decode_side import DecodeTransfers
 from kv_transfer.ids import Incarnation, TransferId
-from kv_transfer.messages import Hello, SemanticIdentity
+from kv_transfer.messages import Hello, SemanticIdentity, TransportOffer
 from kv_transfer.peers import PeerTable
 from kv_transfer.prefill_side import PrefillTransfers
-from kv_transfer.transport import PoolMemory, WriteHandle
+from kv_transfer.transport import PoolMemory, Transport, WriteHandle
 from kv_transfer.transports.memory import Fault, MemoryFabric, MemoryTransport
 from prefill_node.loop import PrefillLoop
 from speculative.loop import EngineLoop
@@ -20,6 +21,7 @@ from speculative.null import NullConfig, NullProposer
 from speculative.proposer import Proposer
 from speculative.registry import create_proposer
 from tests.engines import VOCAB_SIZE, make_engine
+from tests.fakes_transport import Bench
 from wire.host_events import (
     DropPeer,
     Link,
@@ -55,32 +57,58 @@ LINK = Link(1)
 
 
 def peers_of(
-    engine: EngineLoop, name: str, fabric: MemoryFabric, *, is_decode: bool, identity: SemanticIdentity
+    engine: EngineLoop,
+    name: str,
+    plane: MemoryFabric | Bench,
+    *,
+    is_decode: bool,
+    identity: SemanticIdentity,
+    allow_seedless: bool = False,
 ) -> PeerTable:
-    pool = engine.pool
+    """`plane`: the fabric, or a bench that makes transports of another kind."""
+    layout = engine.pool.layout
     incarnation = Incarnation(name)
-    transport = MemoryTransport(incarnation, fabric)
-    transport.register(
-        PoolMemory(
-            address=pool.address,
-            page_bytes=pool.layout.page_bytes,
-            num_pages=pool.num_pages,
-            buffer=pool.buffer,
-        )
-    )
+    memory = memory_of(engine)
+    if isinstance(plane, MemoryFabric):
+        transport: Transport = MemoryTransport(incarnation, plane)
+        transport.register(memory)
+    else:
+        transport = plane.node(pool=memory, receives=is_decode, incarnation=incarnation).transport
     hello = Hello(
         incarnation=incarnation,
-        identity=identity,
-        layout=pool.layout,
-        offers=(transport.offer(),),
+        identity=with_draft(identity, engine.proposer),
+        layout=layout,
+        offers=(TransportOffer(name=transport.name, blob=b""),),
         checksums=True,
+        allow_seedless=allow_seedless,
     )
     return PeerTable(ours=hello, transports={transport.name: transport}, is_decode=is_decode)
 
 
+def memory_of(engine: EngineLoop) -> PoolMemory:
+    pool = engine.pool
+    return PoolMemory(
+        address=pool.address,
+        page_bytes=pool.layout.page_bytes,
+        num_pages=pool.num_pages,
+        buffer=pool.buffer,
+    )
+
+
+def with_draft(identity: SemanticIdentity, proposer: Proposer) -> SemanticIdentity:
+    """As a node names itself that runs this proposer."""
+    needs = proposer.needs
+    return replace(
+        identity,
+        draft=needs.draft,
+        draft_weights=needs.draft_weights,
+        algorithm=needs.prefill_identity,
+    )
+
+
 def make_prefill(
     name: str,
-    fabric: MemoryFabric,
+    fabric: MemoryFabric | Bench,
     *,
     proposer: Proposer | None = None,
     identity: SemanticIdentity = IDENTITY,
@@ -103,17 +131,18 @@ def make_prefill(
 
 def make_decode(
     name: str,
-    fabric: MemoryFabric,
+    fabric: MemoryFabric | Bench,
     *,
     algorithm: str = "none",
     proposer: Proposer | None = None,
     identity: SemanticIdentity = IDENTITY,
     grammars: Grammars | None = None,
+    allow_seedless: bool = False,
     **engine_options: int,
 ) -> DecodeLoop:
     proposer = proposer or create_proposer(algorithm, default_options(algorithm))
     engine = make_engine(proposer, **engine_options)  # type: ignore[arg-type]
-    peers = peers_of(engine, name, fabric, is_decode=True, identity=identity)
+    peers = peers_of(engine, name, fabric, is_decode=True, identity=identity, allow_seedless=allow_seedless)
     return DecodeLoop(
         engine=engine,
         transfers=DecodeTransfers(
@@ -160,27 +189,33 @@ class NodePair:
         algorithm: str = "none",
         draft_options: Mapping[str, object] | None = None,
         decode_proposer: Proposer | None = None,
-        decode_identity: SemanticIdentity = IDENTITY,
+        bench: Bench | None = None,
         prefill_options: Mapping[str, Any] | None = None,
         decode_options: Mapping[str, Any] | None = None,
     ) -> None:
+        """The options go to `make_prefill` and `make_decode`. `bench`: makes the transports."""
         self.now = 0.0
+        self._bench = bench
         clock = lambda: self.now  # noqa: E731 - the fabric's clock is ours
         self.fabric = MemoryFabric(clock=clock, **({} if faults is None else {"faults": faults}))
         options = draft_options or default_options(algorithm)
         self.prefill = make_prefill(
-            "P", self.fabric, proposer=prefill_proposer(algorithm, options), **(prefill_options or {})
+            "P",
+            bench or self.fabric,
+            **{"proposer": prefill_proposer(algorithm, options), **(prefill_options or {})},
         )
         self.decode = make_decode(
             "D",
-            self.fabric,
-            proposer=decode_proposer or create_proposer(algorithm, options),
-            identity=decode_identity,
-            **(decode_options or {}),
+            bench or self.fabric,
+            **{
+                "proposer": decode_proposer or create_proposer(algorithm, options),
+                **(decode_options or {}),
+            },
         )
         self.events: dict[str, list[Event]] = {"P": [], "D": []}
         self.timeline: list[tuple[float, str, str]] = []
         self.refused: list[str] = []
+        self.notes: list[str] = []
         self.tamper: Callable[[Any], Any] = lambda message: message
         self.is_connected = False
         for core in (self.prefill, self.decode):
@@ -250,6 +285,8 @@ class NodePair:
             self.deliver()
             self.check()
         self.now += STEP_S
+        if self._bench is not None:
+            self._bench.tick()
 
     def run(self, *, limit: int = 3000) -> None:
         """Step until both nodes are idle."""
@@ -284,8 +321,8 @@ class NodePair:
             case DropPeer():
                 self.is_connected = False
                 other.handle(PeerClosed(peer=Incarnation(name)), self.now)
-            case PeerAccepted():
-                pass
+            case PeerAccepted(note=note):
+                self.notes += [f"{name}: {note}"] if note else []
 
     def check(self) -> None:
         assert [core.problems() for core in (self.prefill, self.decode)] == [[], []]

@@ -175,7 +175,7 @@ def test_late_write_of_a_cancelled_request_never_lands_in_anothers_page() -> Non
 def test_pair_that_differs_is_refused_by_field_and_both_values(
     identity: SemanticIdentity, options: dict[str, int], refusal: str
 ) -> None:
-    pair = NodePair(decode_identity=identity, decode_options=options)
+    pair = NodePair(decode_options={"identity": identity, **options})
     assert refusal in pair.refused
     tid = pair.submit("r", prompt_of(5))
     assert pair.ends(tid) == ("pair_refused", "pair_refused")
