@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from decode_node.handoff import seed_from
+from decode_node.handoff import draft_start_of, seed_of
 from engine.grammar import Grammars
 from engine.request import Request
 from kv_transfer import errors
@@ -43,7 +43,6 @@ from kv_transfer.peers import PeerTable
 from kv_transfer.transport import Landed, PeerGone
 from speculative.loop import EngineLoop
 from speculative.progress import Progress
-from speculative.proposer import Seed
 from wire.arrivals import Arrival, Arrivals
 from wire.host_events import (
     Drain,
@@ -83,9 +82,6 @@ from wire.work import (
 _POLL_S = 0.002  # polling takes cores that the prefill node beside us may be computing with
 _IDLE_S = 0.1
 
-SEEDLESS_TOKENS = 64
-"""So many last tokens of a prompt that came without our draft's KV are computed again for its sake."""
-
 
 @dataclass(slots=True, kw_only=True)
 class _Account:
@@ -99,7 +95,12 @@ class _Account:
     kv_bytes: int = 0
     transport: str = ""
     transfer_s: float = 0.0
-    seedless: str = ""  # what of the drafts differs, where the prompt came without ours
+    terms: Agreement | None = None  # with the peer, once pages are granted
+
+    @property
+    def seedless(self) -> str:
+        """What of the drafts differs, where the prompt comes without ours."""
+        return str(self.terms.draft_differs) if self.terms is not None and self.terms.is_seedless else ""
 
 
 class DecodeLoop:
@@ -308,7 +309,7 @@ class DecodeLoop:
         leased = [request for tid, request in self._incoming.items() if self._cache.has_lease(tid)]
         for tid in waiting:
             request = self._incoming[tid]
-            self._note_terms(self._accounts[tid])
+            self._agree(self._accounts[tid])
             self._cache.attach_prefix(request)
             missing = self._cache.pages_for(len(request.prompt_ids)) - len(request.pages)
             if not self._engine.scheduler.has_room(request, missing, others=leased):
@@ -327,14 +328,13 @@ class DecodeLoop:
         self._counters["prefix_query_tokens"] += len(request.prompt_ids)
         self._counters["prefix_hit_tokens"] += request.num_cached_tokens
 
-    def _note_terms(self, account: _Account) -> None:
-        """Before its pages are looked up: is our draft's KV going to come with the prompt's?"""
-        assert account.peer is not None
-        agreement = self._peers.agreement(account.peer)
-        if agreement is not None and agreement.is_seedless:
-            request, size = account.request, self._cache.page_size
-            account.seedless = str(agreement.draft_differs)
-            request.draft_start = max(0, len(request.prompt_ids) - SEEDLESS_TOKENS) // size * size
+    def _agree(self, account: _Account) -> None:
+        """Before its pages are looked up: will our draft's KV come with the prompt's?"""
+        assert account.peer is not None, "only a prompt from elsewhere waits for a grant"
+        account.terms = self._peers.agreement(account.peer)
+        if account.seedless:
+            num_tokens = len(account.request.prompt_ids)
+            account.request.draft_start = draft_start_of(num_tokens, page_size=self._cache.page_size)
 
     def _expire(self) -> None:
         for tid, account in list(self._accounts.items()):
@@ -389,12 +389,14 @@ class DecodeLoop:
     def _join(self, action: Join) -> None:
         request = self._incoming.pop(action.tid)
         account = self._accounts[action.tid]
+        terms = account.terms
+        assert terms is not None, "pages are granted on terms"
         self._cache.lease_to_request(action.tid, request)
         request.num_committed = len(request.prompt_ids)
-        if account.seedless:  # the end of the prompt is computed here once more, for the draft to see it
+        if terms.is_seedless:  # the end of the prompt is computed here once more, for the draft to see it
             request.num_committed = max(request.draft_start, request.num_cached_tokens)
         try:
-            seed = self._seed(action, account)
+            seed = seed_of(action.handoff, terms, self._engine.proposer.needs.handoff)
             self._engine.join(request, first_token=action.handoff.first_token, seed=seed)
         except ValueError as error:
             self._cache.release(request)
@@ -402,30 +404,16 @@ class DecodeLoop:
             self._end(Failed(tid=action.tid, code=errors.PROTOCOL, retryable=True, reason=str(error)))
             return
         self._counters["seedless_joins"] += seed is None
-        agreement = self._agreement(account.peer)
         account.started = self._now
         account.transfer_s = action.transfer_s
-        account.kv_bytes = 0 if agreement is None else len(action.page_ids) * agreement.copy_bytes
-        account.transport = "" if agreement is None else agreement.transport
+        account.kv_bytes = len(action.page_ids) * terms.copy_bytes
+        account.transport = terms.transport
         self._counters["joined"] += 1
         self._counters["kv_bytes_received"] += account.kv_bytes
         self._transfer_s += action.transfer_s
         self._counters[f"transfers/{account.transport}"] += 1
         self._counters[f"transfer_bytes/{account.transport}"] += account.kv_bytes
         self._times.observe(f"transfer_s/{account.transport}", action.transfer_s)
-
-    def _seed(self, action: Join, account: _Account) -> Seed | None:
-        """None where there is none for our draft. Raises ValueError for one that cannot be."""
-        if account.seedless:
-            return None
-        agreement = self._agreement(account.peer)
-        wanted = self._engine.proposer.needs.handoff
-        if agreement is not None and agreement.draft_differs is not None:
-            return Seed()  # ours needs nothing; what came is another draft's
-        return seed_from(action.handoff, wanted)
-
-    def _agreement(self, peer: Incarnation | None) -> Agreement | None:
-        return None if peer is None else self._peers.agreement(peer)
 
     # reports
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from decode_node.loop import SEEDLESS_TOKENS
+from decode_node.handoff import SEEDLESS_TOKENS
 from kv_transfer.geometry import negotiate
 from kv_transfer.ids import TransferId
 from kv_transfer.messages import Final
@@ -51,7 +51,8 @@ PREFILLS: Mapping[str, Callable[[], Proposer]] = {
     "other_eagle": other_eagle,
 }
 PAIRS = [(p, d) for p in PREFILLS for d in DRAFTS if (p, d) not in {("none", "ngram"), ("eagle", "eagle")}]
-LENGTHS = (5, 129)  # up to 64 tokens, all of a prompt is computed again on D
+LONG = 79
+LENGTHS = (5, LONG)  # up to 64 tokens, all of a prompt is computed again on D
 CHUNKS: Mapping[str, Any] = {"num_pages": 600, "chunk_tokens": 32}
 
 
@@ -102,10 +103,10 @@ def test_texts_of_a_pair_allowed_are_plain_decodings(prefill: str, decode: str) 
     strict = replace(pair.decode.hello(), allow_seedless=False)
     assert str(negotiate(strict, pair.prefill.hello(), is_decode=True)) == difference(prefill, decode)
     for turn in range(2):  # cold, then with prefix hits on both sides
-        tids = {n: pair.submit(f"{turn}-{n}", prompt_of(n), max_tokens=8) for n in LENGTHS}
+        tids = {n: pair.submit(f"{turn}-{n}", prompt_of(n), max_tokens=6) for n in LENGTHS}
         pair.run()
         for n, tid in tids.items():
-            assert tuple(pair.tokens(tid)) == reference(tuple(prompt_of(n)), 12)[:8], (turn, n)
+            assert tuple(pair.tokens(tid)) == reference(tuple(prompt_of(n)), 12)[:6], (turn, n)
             assert pair.ends(tid) == ("handed_over", "length")
         assert pair.is_at_rest()
     needs_prompt = decode != "ngram"
@@ -133,9 +134,9 @@ def test_only_the_targets_bytes_travel() -> None:
 @pytest.mark.parametrize("decode", ["eagle3", "dflash"])
 def test_a_seeded_text_is_unchanged(decode: str) -> None:
     wanted: dict[str, Any] = {"seed": 11, "max_tokens": 16, "temperature": 0.8, "top_k": 20, "min_p": 0.02}
-    plain = tokens_of(run(make_engine(), [make_request("r", prompt_of(129), **wanted)])["r"])
+    plain = tokens_of(run(make_engine(), [make_request("r", prompt_of(LONG), **wanted)])["r"])
     pair = pair_of("none", decode)
-    tid = pair.submit("r", prompt_of(129), **wanted)
+    tid = pair.submit("r", prompt_of(LONG), **wanted)
     pair.run()
     assert pair.tokens(tid) == plain
 
@@ -145,14 +146,14 @@ def test_a_prompt_computed_again_as_a_whole_is_drafted_for_as_if_it_had_been_fro
     decode: str,
 ) -> None:
     pair = pair_of("none", decode)
-    wanted = {"max_tokens": 12}
+    wanted: dict[str, Any] = {"max_tokens": 12}
     for turn in range(2):
         tid = pair.submit(f"{turn}", prompt_of(SEEDLESS_TOKENS), **wanted)
         pair.run()
         assert pair_rounds(pair, tid) == local_rounds(decode, SEEDLESS_TOKENS, **wanted), turn
 
 
-@pytest.mark.parametrize("decode", [name for name in DRAFTS if name != "ngram"])
+@pytest.mark.parametrize("decode", ["eagle", "mtp_chain", "dflash", "standalone"])
 def test_a_draft_never_reads_what_no_draft_wrote(decode: str) -> None:
     """Whatever lies in the pages' draft regions before the tail, the rounds are the same."""
     found = []
@@ -162,7 +163,7 @@ def test_a_draft_never_reads_what_no_draft_wrote(decode: str) -> None:
         layers = {region.layer for region in pool.layout.regions if region.pool == "draft"}
         for layer in layers:
             pool.kv_pair("draft", layer).fill_(spoil)
-        tids = [pair.submit(f"{n}", prompt_of(n), max_tokens=12) for n in (65, 129)]
+        tids = [pair.submit(f"{n}", prompt_of(n), max_tokens=10) for n in (LONG,)]
         while not (pair.prefill.status().is_idle and pair.decode.status().is_idle):
             pair.step()
             for request in pair.decode._engine.requests():
@@ -171,29 +172,29 @@ def test_a_draft_never_reads_what_no_draft_wrote(decode: str) -> None:
                     pool.kv_pair("draft", layer)[pages] = spoil
         found.append([pair_rounds(pair, tid) for tid in tids])
     assert found[0] == found[1]
-    assert sum(drafted for rounds in found[0] for _, drafted, _ in rounds) > 10
+    assert sum(drafted for rounds in found[0] for _, drafted, _ in rounds) > 5
 
 
 @pytest.mark.parametrize("decode", ["eagle3", "standalone"])
 def test_prompts_with_and_without_draft_kv_share_no_page(decode: str) -> None:
     """A prompt that D computes itself finds nothing of the seedless one, and the other way round."""
     pair = pair_of("none", decode)
-    wanted = {"max_tokens": 12}
-    first = pair.submit("seedless", prompt_of(129), **wanted)
+    wanted: dict[str, Any] = {"max_tokens": 12}
+    first = pair.submit("seedless", prompt_of(LONG), **wanted)
     pair.run()
     cached = []
     for turn in range(2):
-        tid = submit_to_d(pair, f"local{turn}", 129, **wanted)
+        tid = submit_to_d(pair, f"local{turn}", LONG, **wanted)
         pair.run()
-        assert pair_rounds(pair, tid) == local_rounds(decode, 129, **wanted)
+        assert pair_rounds(pair, tid) == local_rounds(decode, LONG, **wanted)
         cached += [event.cached_tokens for event in pair.events["D"] if isinstance(event, PromptInfo)][-1:]
-    assert cached == [0, 128]
-    again = pair.submit("again", prompt_of(129), **wanted)
+    assert cached == [0, 76]
+    again = pair.submit("again", prompt_of(LONG), **wanted)
     pair.run()
     assert pair_rounds(pair, again) == pair_rounds(pair, first)
     sent = [event.kv_bytes for event in pair.events["D"] if isinstance(event, Finished)]
-    assert sent[0] == 33 * make_engine().pool.layout.page_bytes
-    assert sent[-1] == 17 * make_engine().pool.layout.page_bytes  # 64 tokens of 129 are not sent again
+    assert sent[0] == 20 * make_engine().pool.layout.page_bytes
+    assert sent[-1] == 17 * make_engine().pool.layout.page_bytes  # 12 tokens of 79 are not sent again
 
 
 def submit_to_d(pair: NodePair, key: str, length: int, **sampling: Any) -> TransferId:
@@ -208,14 +209,14 @@ def submit_to_d(pair: NodePair, key: str, length: int, **sampling: Any) -> Trans
     return tid
 
 
-@pytest.mark.parametrize("steps", [1, 3, 5, 7, 9, 12])
+@pytest.mark.parametrize("steps", [2, 4, 6, 8])
 def test_cancel_in_any_phase_frees_both_sides(steps: int) -> None:
     pair = NodePair(
         faults=lambda _: Fault(delay_s=0.015),
         prefill_options={"chunk_tokens": 32},
         decode_options={"chunk_tokens": 16, "proposer": DRAFTS["eagle3"](), "allow_seedless": True},
     )
-    doomed = pair.submit("doomed", prompt_of(129), max_tokens=40)
+    doomed = pair.submit("doomed", prompt_of(LONG), max_tokens=40)
     spared = pair.submit("spared", prompt_of(65))
     for _ in range(steps):
         pair.step()
@@ -223,16 +224,16 @@ def test_cancel_in_any_phase_frees_both_sides(steps: int) -> None:
     pair.run()
     assert tuple(pair.tokens(spared)) == reference(tuple(prompt_of(65)), 12)
     text = pair.tokens(doomed)
-    assert tuple(text) == reference(tuple(prompt_of(129)), 40)[: len(text)]
+    assert tuple(text) == reference(tuple(prompt_of(LONG)), 40)[: len(text)]
     assert pair.is_at_rest()
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3])
 def test_first_token_is_reported_once_and_max_tokens_is_exact(max_tokens: int) -> None:
     pair = pair_of("none", "eagle3")
-    tid = pair.submit("r", prompt_of(129), max_tokens=max_tokens)
+    tid = pair.submit("r", prompt_of(LONG), max_tokens=max_tokens)
     pair.run()
-    assert tuple(pair.tokens(tid)) == reference(tuple(prompt_of(129)), max_tokens)
+    assert tuple(pair.tokens(tid)) == reference(tuple(prompt_of(LONG)), max_tokens)
     first = [event.first_index for event in pair.events["D"] if isinstance(event, Tokens)][:1]
     assert first == ([] if max_tokens == 1 else [1])
 
@@ -245,12 +246,12 @@ def test_short_of_pages_a_prompt_being_computed_again_is_preempted_after_its_fir
             "proposer": DRAFTS["eagle3"](), "allow_seedless": True,
         },
     )  # fmt: skip
-    tids = [pair.submit(f"r{i}", prompt_of(65, seed=i), max_tokens=60) for i in range(3)]
+    tids = [pair.submit(f"r{i}", prompt_of(65, seed=i), max_tokens=24) for i in range(3)]
     pair.run()
     assert "preempted" in [pair.ends(tid)[1] for tid in tids]
     for i, tid in enumerate(tids):
         text = tuple(pair.tokens(tid))
-        assert text == reference(tuple(prompt_of(65, seed=i)), 60)[: len(text)]
+        assert text == reference(tuple(prompt_of(65, seed=i)), 24)[: len(text)]
     assert pair.is_at_rest()
 
 
@@ -268,10 +269,10 @@ def test_pages_of_unequal_size_pair_over_real_transports(bench: Bench, prefill: 
     pair = pair_of(prefill, decode, bench=bench)
     assert pair.refused == []
     for turn in range(2):
-        tids = {n: pair.submit(f"{turn}-{n}", prompt_of(n), max_tokens=8) for n in LENGTHS}
+        tids = {n: pair.submit(f"{turn}-{n}", prompt_of(n), max_tokens=6) for n in LENGTHS}
         pair.run(limit=100_000)
         for n, tid in tids.items():
-            assert tuple(pair.tokens(tid)) == reference(tuple(prompt_of(n)), 12)[:8], (turn, n)
+            assert tuple(pair.tokens(tid)) == reference(tuple(prompt_of(n)), 12)[:6], (turn, n)
         assert pair.is_at_rest()
     assert joins(pair) == (0 if decode == "ngram" else 2 * len(LENGTHS))
 
