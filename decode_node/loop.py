@@ -7,8 +7,8 @@ socket, a thread or a wall clock.
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from decode_node.account import Account
 from decode_node.handoff import draft_start_of, seed_of
 from engine.grammar import Grammars
 from engine.request import Request
@@ -26,7 +26,6 @@ from kv_transfer.actions import (
     Send,
 )
 from kv_transfer.decode_side import DecodeTransfers
-from kv_transfer.geometry import Agreement
 from kv_transfer.ids import Incarnation, TransferId
 from kv_transfer.messages import (
     Drained,
@@ -83,26 +82,6 @@ _POLL_S = 0.002  # polling takes cores that the prefill node beside us may be co
 _IDLE_S = 0.1
 
 
-@dataclass(slots=True, kw_only=True)
-class _Account:
-    """What the router is told at the end of one request."""
-
-    request: Request
-    submitted: float
-    deadline: float
-    peer: Incarnation | None
-    started: float = 0.0
-    kv_bytes: int = 0
-    transport: str = ""
-    transfer_s: float = 0.0
-    terms: Agreement | None = None  # with the peer, once pages are granted
-
-    @property
-    def seedless(self) -> str:
-        """What of the drafts differs, where the prompt comes without ours."""
-        return str(self.terms.draft_differs) if self.terms is not None and self.terms.is_seedless else ""
-
-
 class DecodeLoop:
     """Invariant: every live tid has an account; its pages are a lease, quarantined, or the engine's."""
 
@@ -123,7 +102,7 @@ class DecodeLoop:
         self._peers = peers
         self._links = LinkTable()
         self._arrivals = Arrivals(intake=intake, links=self._links, grammars=grammars)
-        self._accounts: dict[TransferId, _Account] = {}
+        self._accounts: dict[TransferId, Account] = {}
         self._incoming: dict[TransferId, Request] = {}
         self._outputs: list[Output] = []
         self._counters: Counter[str] = Counter()
@@ -179,7 +158,7 @@ class DecodeLoop:
             reason = f"refused at handshake: {why}"
             return self._arrivals.refuse(arrival, PAIR_REFUSED, reason, retryable=True)
         deadline = arrival.received + submit.deadline_s
-        self._accounts[submit.tid] = _Account(
+        self._accounts[submit.tid] = Account(
             request=request, submitted=arrival.received, deadline=deadline, peer=peer
         )
         self._links.own(arrival.link, submit.tid)
@@ -328,7 +307,7 @@ class DecodeLoop:
         self._counters["prefix_query_tokens"] += len(request.prompt_ids)
         self._counters["prefix_hit_tokens"] += request.num_cached_tokens
 
-    def _agree(self, account: _Account) -> None:
+    def _agree(self, account: Account) -> None:
         """Before its pages are looked up: will our draft's KV come with the prompt's?"""
         assert account.peer is not None, "only a prompt from elsewhere waits for a grant"
         account.terms = self._peers.agreement(account.peer)
@@ -441,7 +420,7 @@ class DecodeLoop:
         if progress.finish_reason is not None:
             self._end(self._finished(progress, self._accounts[tid]))
 
-    def _finished(self, progress: Progress, account: _Account) -> Finished:
+    def _finished(self, progress: Progress, account: Account) -> Finished:
         assert progress.finish_reason is not None
         return Finished(
             tid=tid_of(progress.request),
