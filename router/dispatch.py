@@ -28,6 +28,7 @@ from router.requests import Delta, GenerateRequest, Outcome
 from router.routing import Routing
 from router.run import Run
 from router.stats import RouterStats
+from wire.tracing import NO_TRACES, Tracer
 from wire.work import BAD_GRAMMAR, TransferId
 
 __all__ = ["DispatchConfig", "Dispatcher"]
@@ -48,12 +49,14 @@ class Dispatcher:
         stats: RouterStats,
         config: DispatchConfig,
         new_id: Callable[[], str] = new_request_id,
+        tracer: Tracer = NO_TRACES,
     ) -> None:
         self._links = links
         self._pairs = pairs
         self._stats = stats
         self._config = config
         self._new_id = new_id
+        self._tracer = tracer
         self._routing = Routing(links, pairs, config)
         self._admission = Admission(config.queue, stats=stats)
         self._num_open = 0
@@ -91,6 +94,7 @@ class Dispatcher:
             await self._enter(claim)
             self._stats.started()
             run.start(now=asyncio.get_running_loop().time())
+            run.trace(self._tracer)
             try:
                 while run.outcome is None:
                     attempt = await self._open(run)
@@ -166,7 +170,9 @@ class Dispatcher:
         self._admission.leave(claim, used=len(run.request.prompt_ids) + len(run.merger.delivered))
         now = asyncio.get_running_loop().time()
         self._stats.ended(run.ending, seconds=now - run.started)
-        self._stats.left(run.summary(now=now))
+        summary = run.summary(now=now)
+        self._stats.left(summary)
+        run.end_trace(summary)
         self._stats.duplicates(run.merger.duplicates)
         if run.first_token_at is not None:
             self._stats.first_token(run.first_token_at - run.started)

@@ -47,6 +47,7 @@ from wire.loop_lag import LoopLag
 from wire.registry import RedisRegistry
 from wire.registry_view import RegistryView
 from wire.security import Trust
+from wire.tracing import NO_TRACES, Tracer, tracer_for
 from wire.work import new_incarnation
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,15 @@ class Nodes(NodeSource, RegistrySight, Protocol):
 class Router:
     """One router without its listening sockets: what the simulation and tests build too."""
 
-    def __init__(self, config: RouterConfig, *, connector: Connector, nodes: Nodes, text: ModelText) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        *,
+        connector: Connector,
+        nodes: Nodes,
+        text: ModelText,
+        tracer: Tracer = NO_TRACES,
+    ) -> None:
         stats = RouterStats()
         self._links = NodeLinks(
             nodes,
@@ -98,7 +107,12 @@ class Router:
         )
         self._pairs = PairBook(self._links, stats=stats, new_id=_new_id, config=_pair_config(config))
         self.dispatcher = Dispatcher(
-            self._links, self._pairs, stats=stats, config=_dispatch_config(config), new_id=_new_id
+            self._links,
+            self._pairs,
+            stats=stats,
+            config=_dispatch_config(config),
+            new_id=_new_id,
+            tracer=tracer,
         )
         self._served = ServedModel(
             alias=config.served_model_name, folder_name=_folder(config).name, text=text, nodes=nodes
@@ -170,6 +184,12 @@ async def run(config: RouterConfig, *, on_listening: Callable[[Listening], None]
     """
     config.access.check_certificate()
     text = ModelText.from_folder(_folder(config), local_time=lambda: datetime.now().astimezone())
+    tracer = tracer_for(
+        config.monitoring.otlp_endpoint,
+        service="paceline-router",
+        instance=f"{config.host}:{config.port}",
+        wall_offset_s=time.time() - asyncio.get_running_loop().time(),
+    )
     try:
         async with (
             RedisRegistry(config.registry) as registry,
@@ -177,13 +197,15 @@ async def run(config: RouterConfig, *, on_listening: Callable[[Listening], None]
             asyncio.TaskGroup() as group,
         ):
             nodes = RegistryView(registry)
-            router = Router(config, connector=connector, nodes=nodes, text=text)
+            router = Router(config, connector=connector, nodes=nodes, text=text, tracer=tracer)
             tasks = [group.create_task(nodes.run()), group.create_task(router.run())]
             await _serve(router, config, on_listening)
             for task in tasks:
                 task.cancel()
     finally:
         text.close()
+        if tracer is not NO_TRACES:
+            await asyncio.to_thread(tracer.close)
 
 
 async def _serve(

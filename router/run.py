@@ -11,8 +11,10 @@ from router.attempt import Attempt, Broken, Done, Route
 from router.merge import TokenMerger
 from router.policies import RequestFacts
 from router.requests import Delta, GenerateRequest, Outcome, Stage, Summary, Timings
+from router.spans import attributes_of
 from router.stages import stages_of, unfinished_stages
 from wire.tally import TOKEN_SECONDS, Tally
+from wire.tracing import OpenSpan, Tracer
 
 
 class Run:
@@ -51,12 +53,26 @@ class Run:
         self._last_rounds = 0
         self._cached_tokens: int | None = None
         self._route: Route | None = None
+        self._span: OpenSpan | None = None
         self._bad_nodes: set[str] = set()
         self._bad_routes: set[tuple[str | None, str]] = set()
 
     def start(self, *, now: float) -> None:
         """It has waited long enough for its turn."""
         self.queue_s = now - self.started
+
+    def trace(self, tracer: Tracer) -> None:
+        """Its nodes' spans belong to the one that begins here; a client's trace goes on in it."""
+        context = self.request.trace_context
+        self._span = tracer.start("request", parent=context, at=self.started)
+        if self._span.context != context:
+            self.request = replace(self.request, trace_context=self._span.context)
+
+    def end_trace(self, summary: Summary) -> None:
+        if self._span is not None:
+            attributes = attributes_of(summary, model=self.request.model)
+            error = summary.ending if summary.is_failure else ""
+            self._span.end(at=summary.ended_at, attributes=attributes, error=error)
 
     def dispatch(self) -> None:
         """One more attempt begins."""

@@ -13,9 +13,10 @@ from typing import Any, Protocol, TypeVar
 
 from kv_transfer.messages import Hello
 from wire.channel import Channel, ChannelClosed
-from wire.host_events import Drain, HostEvent, NodeCore, NodeStatus, Output, PagesChanged, ToLink
+from wire.host_events import Drain, HostEvent, LinkMessage, NodeCore, NodeStatus, Output, PagesChanged, ToLink
 from wire.kv_board import KvBoard
 from wire.links import Links
+from wire.node_spans import NodeSpans
 from wire.peering import Peering, PeerSearch
 from wire.records import NodeRecord
 from wire.registry import Registry, RegistryUnavailable
@@ -71,12 +72,15 @@ class NodeHost:
         registry: Registry,
         search: PeerSearch | None = None,
         config: HostConfig | None = None,
+        spans: NodeSpans | None = None,
     ) -> None:
+        """`spans` None: nothing is traced."""
         self._config = config = HostConfig() if config is None else config
         self._record = record
         self._driver = driver
         self._registry = registry
         self._search = search
+        self._spans = spans
         self._status: NodeStatus | None = None
         self._is_draining = False
         self._is_removed = False
@@ -88,7 +92,7 @@ class NodeHost:
         self._kv = KvBoard()
         self._links = Links(
             hello=WorkHello(incarnation=record.incarnation, role=record.role, has_kv_events=True),
-            post=driver.post,
+            post=self._post,
             kv=self._kv,
             max_backlog=config.max_link_backlog,
             handshake_timeout_s=config.handshake_timeout_s,
@@ -181,8 +185,17 @@ class NodeHost:
             loops += [self._search.view.run(), self._peering.run()]
         return loops
 
+    def _post(self, event: HostEvent) -> None:
+        if self._spans is not None and isinstance(event, LinkMessage):
+            self._spans.heard(event.message)
+        self._driver.post(event)
+
     def _deliver(self, outputs: list[Output]) -> None:
-        self._links.deliver([output for output in outputs if isinstance(output, ToLink)])
+        said = [output for output in outputs if isinstance(output, ToLink)]
+        self._links.deliver(said)
+        if self._spans is not None:
+            for told in said:
+                self._spans.said(told.event)
         for output in outputs:
             if isinstance(output, PagesChanged):
                 self._kv.take(output.changes)

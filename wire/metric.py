@@ -4,7 +4,7 @@ Owns the kinds, the rule by which readings find their metric, and the text. Must
 there are: every process brings its own table.
 
 A reading has a key: the `source` of its metric. Where the source ends with `*`, what the key has in place of
-the `*`, split at `/`, are the values of the metric's labels.
+the `*`, split at `/`, are the values of the metric's labels; only the first may itself contain a `/`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -95,7 +95,7 @@ def _found(metric: Metric, readings: Mapping[str, ValueT]) -> Iterator[tuple[lis
     prefix = metric.source[:-1]
     for key, value in readings.items():
         if key.startswith(prefix):
-            labels = key[len(prefix) :].split("/", len(metric.labels) - 1)
+            labels = key[len(prefix) :].rsplit("/", len(metric.labels) - 1)
             if len(labels) == len(metric.labels):
                 yield labels, value
 

@@ -29,12 +29,14 @@ from wire.host import HostConfig, NodeHost
 from wire.host_events import NodeCore
 from wire.intake import Intake
 from wire.node_config import NodeConfig, advertised_address, advertised_metrics
+from wire.node_spans import NodeSpans
 from wire.node_watch import NodeWatch
 from wire.peering import PeerSearch
 from wire.records import NodeRecord
 from wire.registry import RedisRegistry
 from wire.registry_view import RegistryView
 from wire.security import Trust
+from wire.tracing import tracer_for
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +86,7 @@ class _Doors:
     server: GrpcServer
     watch: NodeWatch
     trust: Trust
+    spans: NodeSpans | None
 
 
 def facts_of(role: str, config: NodeConfig, engine: EngineFacts) -> NodeFacts:
@@ -163,9 +166,13 @@ async def serve_node(config: NodeConfig, facts: NodeFacts, role: Role) -> None:
         started_at=time.time(),
         metrics_address=advertised_metrics(address, watch.port),
     )
+    spans = _spans(config, record)
+    doors = _Doors(server=server, watch=watch, trust=trust, spans=spans)
     try:
-        await _serve(config, record, core, role=role, doors=_Doors(server=server, watch=watch, trust=trust))
+        await _serve(config, record, core, role=role, doors=doors)
     finally:
+        if spans is not None:
+            await asyncio.to_thread(spans.close)
         await server.stop()
         await watch.stop()
         peers.close()
@@ -187,6 +194,7 @@ async def _serve(
             registry=registry,
             search=search,
             config=HostConfig(drain_timeout_s=config.drain_timeout_s),
+            spans=doors.spans,
         )
         thread.start()
         await server.start(host)
@@ -204,6 +212,21 @@ async def _serve(
                 running.cancel()
                 raise EngineCrashed("the engine thread died") from crashed.result()
     await thread.stop()
+
+
+def _spans(config: NodeConfig, record: NodeRecord) -> NodeSpans | None:
+    """None unless a collector is named."""
+    endpoint = config.monitoring.otlp_endpoint
+    if not endpoint:
+        return None
+    clock = asyncio.get_running_loop().time
+    tracer = tracer_for(
+        endpoint,
+        service=f"paceline-{record.role}",
+        instance=record.address,
+        wall_offset_s=time.time() - clock(),
+    )
+    return NodeSpans(role=record.role, tracer=tracer, clock=clock)
 
 
 async def _stop_on_signal(host: NodeHost, server: GrpcServer) -> None:

@@ -9,6 +9,7 @@ import pytest_asyncio
 
 from deploy.models import bundled
 from tests.integration.cluster import Cluster, Router, running_cluster
+from tests.integration.collector import Collector, running_collector
 from tests.integration.reference import (
     CHATS,
     COUNTING,
@@ -35,6 +36,7 @@ class FourPairs:
     cluster: Cluster
     router: Router
     colocated: Router
+    collector: Collector
 
     async def settle(self, *, within_s: float = 20.0) -> None:
         await self.cluster.settle(within_s=within_s)
@@ -52,8 +54,10 @@ def reference() -> Reference:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def four_pairs(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FourPairs]:
-    common = {"dtype": "float32", "chunk_tokens": 64, "num_pages": 700}
-    async with running_cluster(bundled(), tmp_path_factory.mktemp("four-pairs")) as cluster:
+    folder = tmp_path_factory.mktemp("four-pairs")
+    async with running_collector() as collector, running_cluster(bundled(), folder) as cluster:
+        watched = {"otlp_endpoint": collector.endpoint, "log_format": "json"}
+        common = {"dtype": "float32", "chunk_tokens": 64, "num_pages": 700, **watched}
         await asyncio.gather(
             cluster.node("prefill", "prefill", max_running=4, **common),
             *(
@@ -70,10 +74,10 @@ async def four_pairs(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
             ),
         )
         router, colocated = await asyncio.gather(
-            cluster.router(policy="round_robin"),
+            cluster.router(policy="round_robin", **watched),
             cluster.router("colocated", policy="round_robin", colocated=True),
         )
         await router.until_ready(num_pairs=4)
         await colocated.until_ready(num_pairs=4)
         await cluster.settle()
-        yield FourPairs(cluster=cluster, router=router, colocated=colocated)
+        yield FourPairs(cluster=cluster, router=router, colocated=colocated, collector=collector)

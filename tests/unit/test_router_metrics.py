@@ -14,6 +14,7 @@ from router.overview import Overview
 from router.recent import BUCKET_S, NUM_BUCKETS, NUM_REQUESTS, Recent
 from router.requests import Stage, Summary
 from router.stages import stages_of, unfinished_stages
+from router.stats import RouterStats
 from tests.fakes_dispatch import FakeDispatcher, FakeOperations, http_app, one_key
 from tests.fakes_nodes import Cluster, a_request, cluster, reading, settle, virtual
 from tests.smollm2_text import smollm2_text
@@ -206,6 +207,14 @@ async def test_http_requests_are_counted_by_route_never_by_path() -> None:
         ("/v1/completions", "POST", 400),
         ("/v1/completions", "GET", 405),
     ]
+
+
+def test_a_route_is_one_label_whatever_slashes_it_has() -> None:
+    stats = RouterStats()
+    stats.answered("/v1/models/{model:path}", method="GET", status=404, seconds=0.5)
+    name = "paceline_router_http_requests_total{method=GET,route=/v1/models/{model:path},status=404}"
+    assert stats.snapshot()[name] == 1
+    assert stats.snapshot()["paceline_router_http_seconds_count{route=/v1/models/{model:path}}"] == 1
 
 
 def summary(number: int, *, ended_at: float = 0.0, ending: str = "stop") -> Summary:
