@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from engine.randomness import ACCEPT_STREAM, DRAFT_STREAM, TARGET_STREAM, uniforms
 from engine.request import Request
 from speculative.accept_rules import BLOCK, TOKEN_WISE
+from speculative.build import EngineSettings, build_engine
 from speculative.drafts.chain_draws import ChainDraws
 from speculative.loop import EngineLoop
 from speculative.policy import DraftPolicy, policy_of, prepare
@@ -344,3 +345,32 @@ def test_an_algorithm_that_cannot_draw_its_drafts_is_refused_by_the_options_name
     with pytest.raises(ValueError, match=message):
         prepare(policy("block"), makers[name]())
     prepare(policy("exact"), makers[name]())
+
+
+def settings(algorithm: str, draft: str, *, is_prefill_only: bool = False) -> EngineSettings:
+    return EngineSettings(
+        model=str(tiny_folder()),
+        device="cpu",
+        dtype="float32",
+        page_size=4,
+        num_pages=64,
+        kv_memory_mib=1,
+        max_model_len=0,
+        chunk_tokens=64,
+        max_running=4,
+        reserve_tokens=0,
+        algorithm=algorithm,
+        draft=draft,
+        draft_options={"num_draft_tokens": 3, "acceptance": "block"},
+        threads=1,
+        is_prefill_only=is_prefill_only,
+    )
+
+
+def test_a_node_draws_its_drafts_when_the_option_says_so_and_does_not_start_where_it_cannot() -> None:
+    built = build_engine(settings("standalone", str(standalone_folder("same"))), clock=perf_counter)
+    run(built.loop, [make_request("r", prompt_of(20), temperature=1.0, max_tokens=33)])
+    assert built.loop.counters.accepted == built.loop.counters.drafted == 24
+    with pytest.raises(ValueError, match="acceptance must be exact for an algorithm that cannot draw"):
+        build_engine(settings("ngram", ""), clock=perf_counter)
+    build_engine(settings("ngram", "", is_prefill_only=True), clock=perf_counter)  # its pair may refuse
