@@ -66,7 +66,10 @@ _SHOWN_SETTINGS = frozenset(
         "min_decode",
         "min_prefill",
         "policy",
+        "reasoning_parser",
         "request_timeout_s",
+        "tool_call_parser",
+        "waiting",
     }
 )
 """Those that are nobody's secret."""
