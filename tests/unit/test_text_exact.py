@@ -1,4 +1,4 @@
-"""One text, however it is asked for: streamed or whole, by HTTP or gRPC, with stops or not (R04, R05, R06)."""
+"""One text, however it is asked for: streamed or whole, by HTTP or gRPC, stops or none (R04, R05, R06)."""
 
 import asyncio
 from dataclasses import dataclass
