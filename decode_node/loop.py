@@ -235,9 +235,8 @@ class DecodeLoop:
     @property
     def idle_wait_s(self) -> float:
         """Only what lands on a lease and what is compiled come without an event of the host's."""
-        return (
-            _POLL_S if self._arrivals.num_held or any(map(self._cache.has_lease, self._incoming)) else _IDLE_S
-        )
+        is_near = self._arrivals.num_held or self._engine.is_masking
+        return _POLL_S if is_near or any(map(self._cache.has_lease, self._incoming)) else _IDLE_S
 
     def step(self, now: float) -> bool:
         self._now = now

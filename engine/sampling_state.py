@@ -41,6 +41,7 @@ class SamplingState:
         self._num_prompt_tokens = num_prompt_tokens
         self._vocab_size = vocab_size
         self._matcher = matcher
+        self._unmatched: list[int] = []  # emitted, and not yet stepped over by the matcher
         biases = dict(params.logit_bias)
         self._bias_ids = torch.tensor(list(biases), dtype=torch.int64)
         self._biases = torch.tensor(list(biases.values()), dtype=torch.float32)
@@ -65,8 +66,16 @@ class SamplingState:
         self, token_ids: Sequence[int], *, first_child: Sequence[int], next_sibling: Sequence[int]
     ) -> list[Words | None]:
         """What the grammar lets follow each node of a draft tree below the last emitted token; only for a
-        constrained request. See `engine.grammar.tree_masks`."""
+        constrained request. See `engine.grammar.tree_masks`.
+
+        May take long, and on any thread: nothing else of this state is touched. Raises ValueError for an
+        emitted token that the grammar forbids.
+        """
         assert self._matcher is not None
+        for token_id in self._unmatched:
+            if not self._matcher.accept(token_id):
+                raise ValueError(f"token {token_id} does not follow the request's grammar")
+        self._unmatched.clear()
         return tree_masks(
             self._matcher,
             token_ids,
@@ -76,11 +85,9 @@ class SamplingState:
         )
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """These tokens were emitted. Raises ValueError for one that the grammar forbids."""
+        """These tokens were emitted."""
         if self._matcher is not None:
-            for token_id in token_ids:
-                if not self._matcher.accept(token_id):
-                    raise ValueError(f"token {token_id} does not follow the request's grammar")
+            self._unmatched += token_ids
         self.num_tokens += len(token_ids)
         if self._history is not None:
             self._history.add(token_ids, count=1)

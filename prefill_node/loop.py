@@ -228,7 +228,8 @@ class PrefillLoop:
     @property
     def idle_wait_s(self) -> float:
         """Only the end of a write or of a compilation comes without an event of the host's."""
-        return _POLL_S if self._transfers.is_writing or self._arrivals.num_held else _IDLE_S
+        is_near = self._transfers.is_writing or self._arrivals.num_held or self._engine.is_masking
+        return _POLL_S if is_near else _IDLE_S
 
     def step(self, now: float) -> bool:
         self._now = now

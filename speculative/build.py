@@ -8,7 +8,6 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from engine.loaders.vocabulary import vocabulary_of
 from engine.models.config import ModelConfig, UnsupportedModel
 from engine.pool import PagePool
 from engine.scheduler import SchedulerLimits
+from engine.side_threads import SideThreads
 from speculative.loop import EngineLoop
 from speculative.null import NullConfig, NullProposer
 from speculative.policy import OPTIONS, DraftPolicy, policy_of, prepare
@@ -32,6 +32,7 @@ from speculative.proposer import DraftNeeds, Proposer
 from speculative.registry import create_proposer, options_of
 
 _GRAMMAR_THREADS = 2
+_MASK_THREADS = 4
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +111,7 @@ def build_engine(settings: EngineSettings, *, clock: Callable[[], float]) -> Bui
         cores=_cores(max_threads, pool.device),
         policy=policy,
     )
+    loop.mask_on(SideThreads(_MASK_THREADS, name="mask"))
     facts = EngineFacts(
         layout=pool.layout,
         address=pool.address,
@@ -137,7 +139,7 @@ def _grammars(checkpoint: Checkpoint, config: ModelConfig) -> Grammars | None:
         vocabulary,
         vocab_size=config.vocab_size,
         eos_token_ids=config.eos_token_ids,
-        executor=ThreadPoolExecutor(max_workers=_GRAMMAR_THREADS, thread_name_prefix="grammar"),
+        executor=SideThreads(_GRAMMAR_THREADS, name="grammar"),
     )
 
 

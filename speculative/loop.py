@@ -6,6 +6,7 @@ nor the name of an algorithm.
 """
 
 from collections.abc import Hashable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,6 +24,7 @@ from engine.sampling_state import SamplingState
 from engine.scheduler import Scheduler, SchedulerLimits
 from speculative.accept import truncate
 from speculative.budgets.budget import FixedBudget, Verified
+from speculative.masking import Masking
 from speculative.policy import DraftPolicy
 from speculative.progress import LoopCounters, Progress, StepResult
 from speculative.proposer import Advance, Proposal, Proposer, Seed
@@ -40,6 +42,7 @@ class _Work:
         at its end where the token after it is known.
     limit, ranks: the most drafts it might have, and the rank of each it has.
     verdict: once there are logits, of what has a tree.
+    is_stalled: its masks are not there, so this round did not happen. error: they cannot be.
     """
 
     request: Request
@@ -54,6 +57,8 @@ class _Work:
     verdict: Verdict | None = None
     num_scored: int = 0  # the first logit rows: each scores the prompt's next token
     scores: Sequence[TokenLogprob] = ()
+    is_stalled: bool = False
+    error: str = ""
     progress: Progress | None = None
     advance: Advance | None = None
 
@@ -88,8 +93,13 @@ class EngineLoop:
         self._verify = policy.verify
         self.counters = LoopCounters(accepted_at=[0] * max_draft_tokens, is_simulated=policy.is_simulated)
         self._states: dict[Hashable, SamplingState] = {}
+        self._masking = Masking()
         self._hold: set[Hashable] = set()
         self._held: dict[Hashable, Request] = {}
+
+    def mask_on(self, threads: Executor) -> None:
+        """Work out what grammars allow on `threads`, so that no step waits; before the first request."""
+        self._masking = Masking(threads)
 
     def add(self, request: Request, *, hold: bool = False) -> None:
         if hold:
@@ -133,13 +143,20 @@ class EngineLoop:
     def seed(self, request: Request) -> Seed:
         return self.proposer.seed(request)
 
+    @property
+    def is_masking(self) -> bool:
+        """Whether a request waits, or may wait, for what its grammar allows: steps alone will tell."""
+        return self._masking.num_jobs > 0
+
     def requests(self) -> list[Request]:
         return [*self.scheduler.requests(), *self._held.values()]
 
     def step(self) -> StepResult:
         admitted = self.scheduler.admit()
         for request in admitted:
-            self._states[request.key] = self._new_state(request)
+            state = self._states[request.key] = self._new_state(request)
+            if state.is_constrained:
+                self._masking.begin(request.key, state)
         if self.scheduler.num_running == 0:
             return StepResult()
         with self._cores.step():
@@ -154,7 +171,7 @@ class EngineLoop:
     def _plan(self) -> tuple[list[_Work], list[Request]]:
         preempted: list[Request] = []
         limits: dict[Request, int] = {}
-        decoding = self.scheduler.decoding()
+        decoding = [one for one in self.scheduler.decoding() if self._masking.may_run(one.key)]
         if decoding:
             self._limit = self.counters.draft_limit = self._budget.start(len(decoding))
         for request in decoding:
@@ -166,7 +183,11 @@ class EngineLoop:
             self._round(request, limit, proposal)
             for (request, limit), proposal in zip(limits.items(), proposals, strict=True)
         ]
-        work += [self._chunk(request, count) for request, count in self.scheduler.chunks()]
+        work += [
+            self._chunk(request, count)
+            for request, count in self.scheduler.chunks()
+            if self._masking.may_run(request.key)
+        ]
         start = 0
         for item in work:
             item.rows = (start, start + len(item.span.token_ids))
@@ -175,6 +196,8 @@ class EngineLoop:
 
     def _draft_limit(self, request: Request) -> int:
         """A round emits at least one token, so one of those still wanted is never worth drafting."""
+        if not self._masking.may_draft(request.key):
+            return 0
         remaining = request.sampling.max_tokens - request.num_outputs
         return min(self._limit, remaining - 1)
 
@@ -206,6 +229,9 @@ class EngineLoop:
 
     def _round(self, request: Request, limit: int, proposal: Proposal) -> _Work:
         tree = build(request.tokens[-1], proposal)
+        state = self._states[request.key]
+        if state.is_constrained:
+            self._masking.begin(request.key, state, tree)
         span = Span(
             token_ids=tree.token_ids,
             num_committed=request.num_committed,
@@ -256,6 +282,7 @@ class EngineLoop:
         )
         output = self._model.forward(batch, self.pool)
         self._judge(work, output)
+        work[:] = [item for item in work if not item.is_stalled]
         moves: list[tuple[int, int]] = []
         for item in work:
             if item.is_prompt:
@@ -279,19 +306,32 @@ class EngineLoop:
 
     def _judge(self, work: list[_Work], output: ForwardOutput) -> None:
         judged = [(item, item.tree) for item in work if item.tree is not None]
+        self._masking.wait(item.request.key for item, _ in judged if self._is_constrained(item))
         rounds = [self._drafted(item, tree) for item, tree in judged]
         verdicts = self._verify(_score(work, output.logits_RV), rounds)
         for (item, _), verdict in zip(judged, verdicts, strict=True):
             item.verdict = verdict
 
     def _drafted(self, item: _Work, tree: Tree) -> Drafted:
-        state = self._states[item.request.key]
-        if not state.is_constrained:
-            return Drafted(state=state, tree=tree, q_KV=item.q_KV)
-        first_child, next_sibling = tree.links()
-        allowed = state.masks(tree.token_ids, first_child=first_child, next_sibling=next_sibling)
+        """A round whose masks are not there, or cannot be, is judged without: that verdict does not count."""
+        key = item.request.key
+        free = Drafted(state=self._states[key], tree=tree, q_KV=item.q_KV)
+        if not free.state.is_constrained:
+            return free
+        if not self._masking.may_run(key):
+            item.is_stalled = True
+            self.counters.stalled_rounds += 1
+            return free
+        try:
+            allowed = self._masking.take(key)[: tree.num_nodes]
+        except ValueError as error:
+            item.error = str(error)
+            return free
         self.counters.constrained_rows += tree.num_nodes
-        return Drafted(state=state, tree=tree, q_KV=item.q_KV, allowed=allowed)
+        return replace(free, allowed=allowed)
+
+    def _is_constrained(self, item: _Work) -> bool:
+        return self._states[item.request.key].is_constrained
 
     def _advance_prompt(self, item: _Work) -> None:
         request = item.request
@@ -340,15 +380,12 @@ class EngineLoop:
         request, tokens = item.request, verdict.accepted.token_ids
         ending = truncate(tokens, params=request.sampling, num_outputs=request.num_outputs)
         kept = ending.token_ids
-        if NO_TOKEN in kept:
-            return Progress(request=request, error=verdict.error)
-        try:
-            self._states[request.key].advance(kept)
-        except ValueError as error:  # a rule that lets drafts stand without asking the target
-            return Progress(request=request, error=str(error))
+        if item.error or NO_TOKEN in kept:
+            return Progress(request=request, error=item.error or verdict.error)
         request.tokens += kept
         request.num_steps += 1
         self.counters.output_tokens += len(kept)
+        self._states[request.key].advance(kept)
         return Progress(
             request=request,
             tokens=kept,
@@ -388,12 +425,16 @@ class EngineLoop:
             self.hold(request.key)
         elif progress.error or progress.finish_reason is not None:
             self.release(request.key)
-        elif item.is_prompt_end:
-            self.proposer.admit(request, None)
+        else:
+            if item.is_prompt_end:
+                self.proposer.admit(request, None)
+            if self._masking.is_slow(request.key):
+                self._masking.begin(request.key, self._states[request.key])
         return progress
 
     def _retire(self, request: Request) -> None:
         self._hold.discard(request.key)
+        self._masking.forget(request.key)
         self._states.pop(request.key, None)
         self.proposer.forget(request)
         self.cache.release(request)

@@ -48,6 +48,7 @@ class LoopCounters:
     rounds: int = 0
     drafted_rounds: int = 0  # those with at least one draft
     constrained_rows: int = 0  # logits rows masked by a grammar
+    stalled_rounds: int = 0  # rounds given up because their masks took too long
     preemptions: int = 0
     draft_limit: int = 0  # of the last round
     budget: BudgetState = field(default_factory=BudgetState)
@@ -64,6 +65,7 @@ class LoopCounters:
             "drafted_tokens": self.drafted,
             "accepted_tokens": self.accepted,
             "constrained_rows": self.constrained_rows,
+            "stalled_rounds": self.stalled_rounds,
             "preemptions": self.preemptions,
             "draft_limit": self.draft_limit,
             "draft_limit_switches": self.budget.num_switches,

@@ -37,5 +37,6 @@ def test_a_token_outside_the_grammar_cannot_be_emitted() -> None:
         params, tokens=[0], num_prompt_tokens=1, vocab_size=8, matcher=ListMatcher([[1, 2], [1, 3]])
     )
     state.advance([1])
+    state.advance([4])
     with pytest.raises(ValueError, match="token 4 does not follow the request's grammar"):
-        state.advance([4])
+        state.masks([4], first_child=[-1], next_sibling=[-1])
