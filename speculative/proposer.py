@@ -27,7 +27,8 @@ class DraftNeeds:
     num_lookahead_tokens: tokens after a slot's own that its draft KV depends on; a prefix of pages is
         shared only between requests that agree on so many tokens more.
     hidden_layers: target layers to capture (indices as in `engine.batch.ForwardBatch`).
-    draft_kv: regions added to every page after the target's.
+    draft_kv: regions added to every page after the target's, never to be read before `draft_start` of a
+        request (`speculative.drafts.reach`).
     handoff: names of the tensors the handoff record carries.
     prefill_identity: empty when a prefill node needs nothing of the algorithm, else a text that
         must be equal on both sides of a pair.

@@ -346,6 +346,41 @@ def test_pools_of_different_page_size_do_not_connect(bench: Bench) -> None:
         writer.transport.connect(receiver.incarnation, receiver.transport.offer())
 
 
+def test_only_the_agreed_bytes_of_pages_of_unequal_size_move(bench: Bench) -> None:
+    writer = bench.node(receives=False)
+    receiver = bench.node(pool=make_pool(page_bytes=PAGE_BYTES // 2))
+    writer.scribble(random.Random(1))
+    copy_bytes = 3 * PAGE_BYTES // 8
+    pair(writer, receiver, copy_bytes=copy_bytes)
+    local, remote = (7, 3, 60), (9, 63, 1)
+    handle = send(writer, receiver, local, remote)
+    pump(bench, (writer, receiver), lambda: bool(receiver.of_type(Landed)) and writer.is_settled(handle))
+    rest = bytes(PAGE_BYTES // 2 - copy_bytes)
+    assert [receiver.page(page) for page in remote] == [
+        writer.page(page)[:copy_bytes] + rest for page in local
+    ]
+    assert all(not any(receiver.page(page)) for page in set(range(NUM_PAGES)) - set(remote))
+
+
+def test_pairs_that_move_pages_whole_and_in_part_share_one_pool(bench: Bench) -> None:
+    writer, whole = paired(bench)
+    part = bench.node()
+    pair(writer, part, copy_bytes=64)
+    handles = [send(writer, receiver, (5,), (6,)) for receiver in (whole, part)]
+    pump(bench, (writer, whole, part), lambda: all(writer.is_settled(handle) for handle in handles))
+    pump(bench, (whole, part), lambda: bool(whole.of_type(Landed) and part.of_type(Landed)))
+    assert whole.page(6) == writer.page(5)
+    assert part.page(6) == writer.page(5)[:64] + bytes(PAGE_BYTES - 64)
+
+
+@pytest.mark.parametrize("copy_bytes", [0, -1, PAGE_BYTES // 2 + 1])
+def test_more_than_a_page_of_either_side_is_never_agreed(bench: Bench, copy_bytes: int) -> None:
+    writer = bench.node(receives=False)
+    receiver = bench.node(pool=make_pool(page_bytes=PAGE_BYTES // 2))
+    with pytest.raises(TransportError, match=rf"copy_bytes: at most {PAGE_BYTES // 2} .* got {copy_bytes}$"):
+        writer.transport.connect(receiver.incarnation, receiver.transport.offer(), copy_bytes=copy_bytes)
+
+
 def test_pools_of_different_length_connect(bench: Bench) -> None:
     writer = bench.node(receives=False)
     writer.scribble(random.Random(4))

@@ -120,6 +120,59 @@ def test_every_part_of_the_identity_must_be_equal(field: str) -> None:
     assert (outcome.field, outcome.theirs) == (field, "other")
 
 
+DRAFTED = replace(
+    D,
+    identity=replace(IDENTITY, draft="head", draft_weights="h", algorithm="eagle3"),
+    layout=layout(draft_layers=1),
+    allow_seedless=True,
+)
+
+
+def test_a_decode_node_that_allows_it_pairs_over_the_targets_bytes() -> None:
+    ours, theirs = negotiate(DRAFTED, P, is_decode=True), negotiate(P, DRAFTED, is_decode=False)
+    assert isinstance(ours, Agreement)
+    assert isinstance(theirs, Agreement)
+    assert ours.copy_bytes == theirs.copy_bytes == layout().page_bytes < DRAFTED.layout.page_bytes
+    assert ours.note == "seedless, draft: 'head' here, '' there"
+    assert theirs.note == "seedless, draft: '' here, 'head' there"
+
+
+def test_a_prefill_node_cannot_allow_it() -> None:
+    prefill = replace(P, identity=DRAFTED.identity, layout=DRAFTED.layout, allow_seedless=True)
+    outcome = negotiate(D, prefill, is_decode=True)
+    assert outcome == Refused(field="draft", ours="", theirs="head")
+
+
+def test_a_decode_node_without_a_draft_lacks_nothing_of_a_prefill_node_with_one() -> None:
+    prefill = replace(P, identity=DRAFTED.identity, layout=DRAFTED.layout)
+    outcome = negotiate(replace(D, allow_seedless=True), prefill, is_decode=True)
+    assert isinstance(outcome, Agreement)
+    assert (outcome.is_seedless, outcome.copy_bytes) == (False, layout().page_bytes)
+    assert outcome.note == "target KV only, draft: '' here, 'head' there"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "field"),
+    [
+        (replace(P, identity=replace(IDENTITY, weights="x")), "weights"),
+        (replace(P, layout=layout(page_size=32)), "page_size"),
+        (replace(P, layout=layout(dtype="bfloat16")), "kv_dtype"),
+        (replace(P, layout=layout(heads=4)), "region target.0.k num_heads"),
+        (replace(P, layout=replace(layout(), regions=())), "region target.0.k"),
+        (replace(P, layout=replace(layout(), page_bytes=1 << 20)), "target_bytes"),
+    ],
+)
+def test_whatever_is_the_targets_must_be_equal_all_the_same(theirs: Hello, field: str) -> None:
+    outcome = negotiate(DRAFTED, theirs, is_decode=True)
+    assert isinstance(outcome, Refused)
+    assert outcome.field == field
+
+
+def test_equal_drafts_of_unequal_layout_are_refused_even_where_others_are_allowed() -> None:
+    outcome = negotiate(replace(DRAFTED, layout=layout()), replace(DRAFTED), is_decode=True)
+    assert outcome == Refused(field="region draft.0.k", ours="absent", theirs="present")
+
+
 def handoff(**tensors: NamedTensor) -> Handoff:
     return Handoff(first_token=1, num_tokens=5, tensors=tensors)
 

@@ -175,3 +175,24 @@ def test_a_page_whose_contents_depend_on_later_tokens_is_shared_only_where_those
     assert cache.cached_pages([1, 2, 3, 4, 5, 6, 7, 8, 10], "") == 1
     assert cache.cached_pages([1, 2, 3, 4, 5, 6, 7, 8], "") == 1
     assert cache.cached_pages([1, 2, 3, 4, 10], "") == 0
+
+
+def test_pages_with_and_without_a_drafts_kv_are_never_the_same() -> None:
+    cache = make_cache(num_pages=16)
+    prompt = list(range(20))
+    complete, partial = make_request("complete", prompt), make_request("partial", prompt)
+    partial.draft_start = 12
+    for request in (complete, partial):
+        prefill(cache, request)
+        assert request.num_cached_tokens == 0
+    assert set(complete.pages).isdisjoint(partial.pages)
+    for request, start, found in ((complete, 0, 16), (partial, 12, 12), (partial, 8, 8)):
+        again = make_request("again", prompt)
+        again.draft_start = start
+        cache.attach_prefix(again)  # no page from `draft_start` on: those are written for each request alone
+        assert again.pages == request.pages[: found // 4]
+        cache.release(again)
+    salted = make_request("salted", prompt, salt="\1")
+    cache.attach_prefix(salted)
+    assert salted.pages == []
+    assert cache.problems([complete, partial]) == []

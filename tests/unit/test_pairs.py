@@ -26,6 +26,11 @@ def _go_on(submit: Submit) -> tuple[Event, ...]:
     return Tokens(tid=submit.tid, first_index=1, ids=(8,)), Finished(tid=submit.tid, reason="length")
 
 
+def _go_on_seedless(submit: Submit) -> tuple[Event, ...]:
+    end = Finished(tid=submit.tid, reason="length", seedless="draft: 'a' here, '' there")
+    return Tokens(tid=submit.tid, first_index=1, ids=(8,)), end
+
+
 def _refuse_d2(submit: Submit) -> tuple[Event, ...]:
     assert submit.peer is not None
     return _refuse(submit) if submit.peer.address == "d2" else _hand_over(submit)
@@ -79,6 +84,17 @@ async def test_nothing_is_ready_while_the_canary_is_on_its_way() -> None:
         d.emit(Tokens(tid=canary, first_index=1, ids=(8,)), Finished(tid=canary, reason="length"))
         await settle()
         assert made.states() == {("p1", "d1"): "ready"}
+
+
+@virtual
+async def test_a_pair_without_a_seed_is_ready_and_says_so() -> None:
+    async with cluster("p1") as made:
+        d1 = made.registry.add("d1")
+        d1.on_canary = _go_on_seedless
+        await settle()
+        assert made.states() == {("p1", "d1"): "ready"}
+        assert made.pairs.report()["pairs"][0]["reason"] == "seedless, draft: 'a' here, '' there"
+        assert len(d1.canaries) == 1
 
 
 @virtual
