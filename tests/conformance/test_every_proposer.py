@@ -13,13 +13,18 @@ import torch
 from engine.loaders import LoadedModel, load_model
 from engine.request import Request
 from speculative.loop import EngineLoop
-from speculative.registry import create_proposer
+from speculative.registry import CATALOGUE, create_proposer
 from tests.conformance.test_loop import LENGTHS, prompt_of
 from tests.draft_claims import check_preemption, check_release, check_stop, kv_of_slots, rounds_of
 from tests.engines import make_engine, make_request, run, tokens_of
-from tests.every_proposer import TREE, drafter, every_drafter
+from tests.every_proposer import NAMES, TREE, drafter, every_drafter
 from tests.tiny_drafts import eagle3_config, eagle3_tensors, new_folder, save_draft
 from tests.tiny_models import save_tiny
+
+
+def test_every_algorithm_of_the_catalogue_has_a_row_in_the_table() -> None:
+    assert {drafter(name).algorithm for name in NAMES} == {*CATALOGUE, "bushy"}
+
 
 # ---- greedy equals plain decoding
 

@@ -125,7 +125,7 @@ def test_it_follows_acceptance_that_goes_and_returns(seconds: Callable[[int, int
 
 
 @pytest.mark.parametrize(("free_rows", "chance"), [(4.0, 0.0), (4.0, 0.9), (20.0, 0.9)])
-def test_no_batch_size_loses_and_none_is_a_cliff(free_rows: float, chance: float) -> None:
+def test_p03_no_batch_size_loses_and_none_is_a_cliff(free_rows: float, chance: float) -> None:
     """An engine for each size; the best limit itself brings less and less, without a cliff."""
     gains = []
     for size in range(1, 65):

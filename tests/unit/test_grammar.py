@@ -8,8 +8,8 @@ from speculative.tree import build
 from tests.fakes_grammar import ListMatcher, packed, unpacked
 
 
-def test_the_walk_of_the_reference_example() -> None:
-    """G9 of the reference: the language 1-3-7 | 2-5-9 on the tree of eight nodes."""
+def test_eagle_g9_masks_and_calls_of_the_walk() -> None:
+    """The language 1-3-7 | 2-5-9 on the tree of eight nodes."""
     tree = build(9, Proposal(token_ids=(1, 2, 3, 4, 5, 7, 9), parents=(0, 0, 1, 1, 2, 3, 5)))
     matcher = ListMatcher([[1, 3, 7], [2, 5, 9]])
     first_child, next_sibling = tree.links()
