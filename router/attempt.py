@@ -47,6 +47,9 @@ _PEER_CODES = frozenset(
 )
 """Failures that a node reports but its peer caused."""
 
+_NO_FAULT_CODES = frozenset({"cancelled", "duplicate", "peer_cancelled"})
+"""Ends that somebody wanted, or that another attempt of the same request brought about."""
+
 _NOT_THE_USERS_CODES = _REFUSED_CODES | {"cancelled", "duplicate"}
 """Reported as final for this tid, but another attempt has another tid; we did not cancel it."""
 
@@ -104,7 +107,8 @@ class Broken:
     @property
     def is_node_fault(self) -> bool:
         """True when the pair, not the request or the load, is to blame."""
-        return self.cause in ("failed", "protocol") and self.is_retryable and not self.is_load
+        is_failure = self.cause in ("failed", "protocol") and self.code not in _NO_FAULT_CODES
+        return is_failure and self.is_retryable and not self.is_load
 
 
 class Attempt:

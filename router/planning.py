@@ -107,7 +107,8 @@ class Planner:
         With a seed, choice i draws with seed + i (modulo 2**64), so choice 0 equals a single request.
         Raises BadRequest naming field and value.
         """
-        _check_prompt(prompt_ids, facts, param=param)
+        if choice == 0:  # the others have the same prompt, and it may be long
+            _check_prompt(prompt_ids, facts, param=param)
         _check_ids(options, facts)
         _check_stops(options)
         max_tokens = _max_tokens(len(prompt_ids), options, facts, param=param)

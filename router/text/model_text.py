@@ -20,10 +20,15 @@ T = TypeVar("T")
 _LONG_TEXT_CHARS = 4096
 _NUM_THREADS = 2
 _MAX_WAITING = 256
+_MAX_WAITING_CHARS = 64 * 1024 * 1024
 
 
 class ModelText:
-    """Encodes prompts. Invariant: at most `_MAX_WAITING` long texts wait for a thread."""
+    """Encodes prompts. Invariant: at most `_MAX_WAITING` long texts of `_MAX_WAITING_CHARS` in all wait for a
+    thread or are on one.
+
+    The tokenizer lets go of the interpreter lock while it works, templates give it up every few milliseconds.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, *, template: ChatTemplate | None, max_model_len: int | None = None
@@ -33,6 +38,7 @@ class ModelText:
         self._template = template
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
         self._num_waiting = 0
+        self._num_waiting_chars = 0
 
     @classmethod
     def from_folder(cls, folder: Path, *, local_time: Callable[[], datetime]) -> "ModelText":
@@ -73,7 +79,7 @@ class ModelText:
         def render_and_encode() -> tuple[int, ...]:
             return self.tokenizer.encode(template.render(messages, options), add_special_tokens=adds_special)
 
-        size = sum(len(str(message.get("content", ""))) for message in messages)
+        size = sum(map(_size, messages)) + sum(map(_size, options.tools))
         try:
             return await self._run(size, render_and_encode)
         except TemplateFailed as error:
@@ -91,10 +97,24 @@ class ModelText:
     async def _run(self, size: int, work: Callable[[], T]) -> T:
         if size < _LONG_TEXT_CHARS:
             return work()
-        if self._num_waiting >= _MAX_WAITING:
+        is_full = self._num_waiting_chars + size > _MAX_WAITING_CHARS and self._num_waiting > 0
+        if is_full or self._num_waiting >= _MAX_WAITING:
             raise QueueFull("too many long prompts wait to be tokenised", retry_after_s=1.0)
         self._num_waiting += 1
+        self._num_waiting_chars += size
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         finally:
             self._num_waiting -= 1
+            self._num_waiting_chars -= size
+
+
+def _size(value: Any) -> int:
+    """Characters of all text in a message or a tool, keys aside."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_size, value.values()))
+    if isinstance(value, Sequence):
+        return sum(map(_size, value))
+    return 0

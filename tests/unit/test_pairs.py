@@ -2,6 +2,9 @@
 
 import asyncio
 
+import pytest
+
+from kv_transfer import errors
 from router.dispatch import DispatchConfig
 from router.pairs import PairConfig
 from tests.fakes_nodes import a_request, cluster, reading, settle, virtual
@@ -211,6 +214,47 @@ async def test_refused_requests_full_nodes_and_cancels_do_not_count_as_faults() 
                     node.emit(Rejected(tid=tid, code=code, retryable=retryable, reason=""))
                 await settle()
         assert made.states() == {("p1", "d1"): "ready"}
+
+
+WANTED_OR_LOAD = ("cancelled", "duplicate", "peer_cancelled", "queue_timeout", "overloaded", "deadline")
+
+
+@pytest.mark.parametrize("code", sorted(errors.CODES))
+@virtual
+async def test_only_what_speaks_against_the_nodes_trips_the_breaker_and_its_canary_closes_it(
+    code: str,
+) -> None:
+    config = PairConfig(breaker_faults=1)
+    async with cluster(pairs=config, dispatch=DispatchConfig(max_attempts=1)) as made:
+        async with reading(made, a_request()):
+            is_retryable = code in errors.RETRYABLE
+            made["d1"].emit(Failed(tid=TransferId("r1", 1), code=code, retryable=is_retryable, reason=""))
+            await settle()
+        num_canaries = len(made["d1"].canaries)
+        if code == "incompatible":
+            assert made.states() == {("p1", "d1"): "refused"}
+        elif code in WANTED_OR_LOAD:
+            assert num_canaries == 1
+        else:
+            assert num_canaries == 2  # it proved itself again, without a restart
+            assert made.states() == {("p1", "d1"): "ready"}
+
+
+@virtual
+async def test_a_pair_whose_canary_fails_after_its_faults_comes_back_when_one_passes() -> None:
+    async with cluster(pairs=PairConfig(breaker_faults=1)) as made:
+        node, passes = made["d1"], made["d1"].on_canary
+        node.on_canary = lambda submit: (
+            Failed(tid=submit.tid, code="checksum", retryable=True, reason="page 3"),
+        )
+        async with reading(made, a_request()):
+            node.emit(_fault(1))
+            await asyncio.sleep(3.0)
+            assert made.states() == {("p1", "d1"): "failed"}
+            node.on_canary = passes
+            await asyncio.sleep(10.0)
+            assert made.states() == {("p1", "d1"): "ready"}
+            assert node.submits[-1].tid == TransferId("r1", 2)  # who waited goes on
 
 
 @virtual
