@@ -57,6 +57,7 @@ def where(cluster: Cluster) -> str:
         [
             "",
             f"  HTTP      {cluster.base_url}/v1   (also /ready, /health, /metrics)",
+            f"  live page {cluster.base_url}/dashboard",
             f"  gRPC      {cluster.grpc_address}",
             f"  registry  {cluster.registry}",
             f"  logs      {cluster.log_dir}",

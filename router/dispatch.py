@@ -5,6 +5,7 @@ way to recover: dispatch attempt k+1 with prompt + tokens delivered so far, what
 """
 
 import asyncio
+import logging
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
@@ -28,10 +29,13 @@ from router.requests import Delta, GenerateRequest, Outcome
 from router.routing import Routing
 from router.run import Run
 from router.stats import RouterStats
+from wire.logs import about
 from wire.tracing import NO_TRACES, Tracer
 from wire.work import BAD_GRAMMAR, TransferId
 
 __all__ = ["DispatchConfig", "Dispatcher"]
+
+logger = logging.getLogger(__name__)
 
 
 def new_request_id() -> str:
@@ -209,6 +213,7 @@ class Dispatcher:
                 if broken.cause != "token_conflict" and run.finish_by_tokens(now=now):
                     return
                 run.broke(attempt.route, broken)
+                _log_broken(run, broken)
                 self._raise_if_over(run, broken)
                 self._stats.redispatched(broken.cause)
 
@@ -237,4 +242,17 @@ def _refused(request: GenerateRequest, broken: Broken) -> RequestRefused:
     field = request.constraint.field
     return RequestRefused(
         f"{field} cannot be used: {broken.reason.removeprefix('grammar: ')}", code=broken.code, param=field
+    )
+
+
+def _log_broken(run: Run, broken: Broken) -> None:
+    """Without the reason: a refusal may repeat what the user asked for."""
+    logger.warning(
+        "attempt %d broke on the %s node %s: %s (%s)",
+        run.num_attempts,
+        broken.blamed.role,
+        broken.blamed.address,
+        broken.cause,
+        broken.code,
+        extra=about(run.request_id),
     )

@@ -33,6 +33,7 @@ from router.planning import Label, Plan, SamplingOptions, cut
 from router.tenants import tenant_of
 from router.text.options import PromptOptions
 from wire.gen import generate_pb2, generate_pb2_grpc
+from wire.logs import about
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
         except grpc.aio.BaseError:
             raise
         except Exception:
-            logger.exception("request %s failed", label)
+            logger.exception("a request failed", extra=about(label))
             await context.abort(grpc.StatusCode.INTERNAL, "internal error")
         finally:
             self._aborts[label].discard(aborted)

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from router.errors import BadRequest, BodyTooLarge, RouterError
 from router.leaving import until_left
 from router.openai.exchange import sse
+from wire.logs import about
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +123,7 @@ class EventStream(Response):
         except RouterError as error:
             await self._fail(error, stream, scope, receive=receive, send=send)
         except Exception:
-            logger.exception("a stream failed")
+            logger.exception("a stream failed", extra=about(str(scope.get("paceline.request_id", ""))))
             await self._fail(RouterError("internal error"), stream, scope, receive=receive, send=send)
         else:
             await stream.close()
