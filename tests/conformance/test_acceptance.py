@@ -74,11 +74,9 @@ def exact_law(prompt: Sequence[int]) -> Mapping[tuple[int, ...], float]:
     return runs
 
 
-@pytest.mark.parametrize(
-    ("head", "rule"), [("standalone", "rejection"), ("standalone", "block"), ("eagle3", "block")]
-)
+@pytest.mark.parametrize(("head", "rule"), [("standalone", "block"), ("eagle3", "rejection")])
 def test_joint_law_of_four_tokens_is_the_targets(head: str, rule: str) -> None:
-    prompt = prompt_of(14)
+    prompt = prompt_of(5)
     law = exact_law(prompt)
     engine = engine_of(head, rule, num_pages=1500, max_running=128, chunk_tokens=2048)
     requests = [
