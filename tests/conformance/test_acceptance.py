@@ -52,7 +52,7 @@ def engine_of(head: str, rule: str, **options: Any) -> EngineLoop:
 # ---- the law
 
 
-NUM_SEEDS = 1000
+NUM_SEEDS = 2000
 WIDTH = 4  # top-k of the requests
 DEPTH = 4
 
@@ -78,7 +78,7 @@ def exact_law(prompt: Sequence[int]) -> Mapping[tuple[int, ...], float]:
 def test_joint_law_of_four_tokens_is_the_targets(head: str, rule: str) -> None:
     prompt = prompt_of(5)
     law = exact_law(prompt)
-    engine = engine_of(head, rule, num_pages=1500, max_running=128, chunk_tokens=2048)
+    engine = engine_of(head, rule, num_pages=2000, max_running=128, chunk_tokens=2048)
     requests = [
         make_request(f"{seed}", prompt, seed=seed, temperature=1.0, top_k=WIDTH, max_tokens=DEPTH)
         for seed in range(NUM_SEEDS)
