@@ -84,6 +84,12 @@ NODE_METRICS = (
         "draft_gain",
         "Tokens per second over plain decoding's at the draft limit in force, as estimated; 1 while unknown.",
     ),
+    counter("paceline_node_constrained_rows_total", "constrained_rows", "Logits rows masked by a grammar."),
+    counter(
+        "paceline_node_stalled_rounds_total",
+        "stalled_rounds",
+        "Rounds given up because what their grammar allows was not worked out in time.",
+    ),
     counter("paceline_node_preemptions_total", "preemptions", "Requests given up for want of pages."),
     counter("paceline_node_rejected_total", "rejected", "Requests refused at the door."),
     counter("paceline_node_cancelled_total", "cancelled", "Requests cancelled by their router."),

@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.batch import ForwardBatch, Span
+from tests.conformance.test_grammar import SPECS, constrained, plain_text
 from tests.conformance.test_loop import LENGTHS, PROPOSERS, prompt_of, proposer, reference
 from tests.engines import make_engine, make_request, run, tiny_folder, tiny_model, tokens_of
 from tests.tiny_models import TINY_FAMILIES, pool_for
@@ -44,3 +45,12 @@ def test_seeded_text_equals_the_cpu() -> None:
         return tokens_of(run(make_engine(proposer("ngram"), device=device), [request])["r"])
 
     assert text("cuda") == text("cpu")
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_constrained_text_equals_the_cpu(kind: str) -> None:
+    engine = make_engine(proposer("ngram"), device="cuda")
+    neighbour = make_request("n", prompt_of(33))
+    history = run(engine, [constrained("r", SPECS[kind]), neighbour])
+    assert tuple(tokens_of(history["r"])) == plain_text(kind, False)
+    assert tuple(tokens_of(history["n"])) == reference(neighbour.prompt_ids, 12)
