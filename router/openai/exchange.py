@@ -17,6 +17,7 @@ from router.openai.shapes import Envelope, Json, Shape, extension, joined, usage
 Send = Callable[[bytes], Awaitable[None]]
 
 DONE = b"data: [DONE]\n\n"
+_LINE_ENDS = tuple((char.encode(), f"\\u{ord(char):04x}".encode()) for char in "\u0085\u2028\u2029")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +146,14 @@ class Exchange:
         return usage(self._prompt_lens, self._ends, n=len(self._choices) // len(self._prompt_lens))
 
 
-def sse(value: Json) -> bytes:
-    """One server-sent event."""
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+def sse(value: Json, *, kind: str = "") -> bytes:
+    """One server-sent event, of a kind that has a name or not.
+
+    Clients that split text at all of Unicode's line ends, as Python's `splitlines` does, find none in it.
+    """
+    data = msgspec.json.encode(value)
+    if not data.isascii():
+        for line_end, escape in _LINE_ENDS:
+            data = data.replace(line_end, escape)
+    head = b"event: " + kind.encode() + b"\ndata: " if kind else b"data: "
+    return head + data + b"\n\n"

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from router.errors import Overloaded, RouterError
 from router.generation import Ended, TextDelta
+from router.openai.exchange import sse
 from router.openai.logprobs import chat_content
 from router.openai.shapes import Envelope, extension
 from router.text.tokenizer import Tokenizer
@@ -157,7 +156,7 @@ class EventWriter:
     def _event(self, kind: str, **fields: Any) -> bytes:
         event = {"type": kind, "sequence_number": self._next, **fields}
         self._next += 1
-        return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"
+        return sse(event, kind=kind)
 
 
 def _status(end: Ended) -> str:

@@ -22,6 +22,7 @@ from tests.valkey import free_port, running_valkey
 from wire.channel import ChannelClosed
 from wire.gen.node_pb2 import StatusResponse
 from wire.grpc_client import GrpcConnector
+from wire.security import ClusterSecurity, Trust
 
 Json = dict[str, Any]
 
@@ -85,22 +86,27 @@ class Router:
     async def chat(self, **body: Any) -> Json:
         return await self._post("/v1/chat/completions", body)
 
-    async def chunks(self, **body: Any) -> AsyncIterator[Json]:
+    def chunks(self, **body: Any) -> AsyncIterator[Json]:
         """The events of a streamed completion; the stream must end with [DONE]."""
-        async with self.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
-            assert response.status_code == 200, await response.aread()
-            last = ""
-            async for line in response.aiter_lines():
-                last = line or last
-                if line.startswith("data: {"):
-                    yield msgspec.json.decode(line.removeprefix("data: "))
-            assert last == "data: [DONE]"
+        return chunks_of(self.http, body)
 
     async def _post(self, path: str, body: Json) -> Json:
         response = await self.http.post(path, json=body)
         assert response.status_code == 200, response.text
         answer: Json = response.json()
         return answer
+
+
+async def chunks_of(http: httpx.AsyncClient, body: Json) -> AsyncIterator[Json]:
+    """The events of a streamed completion; the stream must end with [DONE]."""
+    async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+        assert response.status_code == 200, await response.aread()
+        last = ""
+        async for line in response.aiter_lines():
+            last = line or last
+            if line.startswith("data: {"):
+                yield msgspec.json.decode(line.removeprefix("data: "))
+        assert last == "data: [DONE]"
 
 
 class Cluster:
@@ -112,7 +118,7 @@ class Cluster:
         self._model = model
         self._log_dir = log_dir
         self._connector = connector
-        self._children: list[Child] = []
+        self.children: list[Child] = []
         self._clients = AsyncExitStack()
 
     async def node(self, name: str, role: str, **options: object) -> Node:
@@ -171,9 +177,9 @@ class Cluster:
         """Stop everything. No process may have logged an exception."""
         await self._clients.aclose()
         for role in ("router", "decode", "prefill"):
-            chosen = [child for child in self._children if child.log.name.startswith(f"{role}.")]
+            chosen = [child for child in self.children if child.log.name.startswith(f"{role}.")]
             await asyncio.gather(*(child.stop(grace_s=GRACE_S) for child in chosen))
-        for child in self._children:
+        for child in self.children:
             assert "Traceback" not in child.log.read_text(), child.tail()
 
     async def _start(self, name: str, command: str, **options: object) -> Child:
@@ -190,14 +196,16 @@ class Cluster:
             ),
             log=self._log_dir / f"{command}.{name}.log",
         )
-        self._children.append(child)
+        self.children.append(child)
         return child
 
 
 @asynccontextmanager
-async def running_cluster(model: Path, log_dir: Path) -> AsyncIterator[Cluster]:
-    """A registry and no node yet; all processes end with the context."""
-    async with running_valkey() as valkey, GrpcConnector() as connector:
+async def running_cluster(
+    model: Path, log_dir: Path, *, security: ClusterSecurity | None = None
+) -> AsyncIterator[Cluster]:
+    """A registry and no node yet; all processes end with the context. `security`: how the test asks nodes."""
+    async with running_valkey() as valkey, GrpcConnector(Trust(security)) as connector:
         cluster = Cluster(registry=valkey.url, model=model, log_dir=log_dir, connector=connector)
         try:
             yield cluster

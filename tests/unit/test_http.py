@@ -155,6 +155,17 @@ async def test_a_chat_stream_has_the_shape_strict_clients_accept(
     assert all(choice["delta"]["content"] for choice in choices[1:-1])
 
 
+async def test_no_line_end_of_unicode_stands_inside_an_event() -> None:
+    text = "a\u2028b\u2029c\u0085d\x0be"
+    for path, body in (("/v1/completions", COMPLETION), ("/v1/responses", {"input": "hi"})):
+        response = await post(answering(text), path, body | {"stream": True})
+        lines = [line for line in response.text.splitlines() if line.startswith("data: {")]
+        assert all(json.loads(line.removeprefix("data: ")) for line in lines)
+        assert response.text.splitlines() == response.text.split("\n")[:-1]
+    chunks = events(await post(answering(text), "/v1/completions", COMPLETION | {"stream": True}))
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text
+
+
 async def test_a_completion_stream_equals_the_whole_answer() -> None:
     body = COMPLETION | {"logprobs": 2, "return_token_ids": True, "stop": ["END"]}
     whole = (await post(answering(rounds=(1, 5)), "/v1/completions", body)).json()["choices"][0]
