@@ -9,6 +9,7 @@ VALUE_MODULES = {
     "engine.grammar_spec",
     "engine.json_schema",
     "engine.layout",
+    "engine.page_hash",
     "engine.params",
     "engine.vocabulary",
     "kv_transfer.ids",
