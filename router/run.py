@@ -14,7 +14,7 @@ from router.requests import Delta, GenerateRequest, Outcome, Stage, Summary, Tim
 from router.spans import attributes_of
 from router.stages import stages_of, unfinished_stages
 from wire.tally import TOKEN_SECONDS, Tally
-from wire.tracing import OpenSpan, Tracer
+from wire.tracing import NO_TRACES, OpenSpan, Tracer
 
 
 class Run:
@@ -63,6 +63,8 @@ class Run:
 
     def trace(self, tracer: Tracer) -> None:
         """Its nodes' spans belong to the one that begins here; a client's trace goes on in it."""
+        if tracer is NO_TRACES:
+            return
         context = self.request.trace_context
         self._span = tracer.start("request", parent=context, at=self.started)
         if self._span.context != context:

@@ -13,6 +13,7 @@ import pytest
 
 from router.config import RouterConfig
 from tests.smollm2_text import smollm2_tokenizer_folder
+from tests.valkey import free_port
 from wire.gen import generate_pb2, generate_pb2_grpc
 
 NO_REGISTRY = "redis://127.0.0.1:1/0"
@@ -41,14 +42,23 @@ async def router(*flags: str) -> AsyncGenerator[tuple[asyncio.subprocess.Process
 
 
 async def test_a_router_without_nodes_is_alive_but_not_ready_and_says_why() -> None:
-    async with router() as (process, url, grpc_address), httpx.AsyncClient(base_url=url) as http:
+    admin = free_port()
+    async with (
+        router("--admin-port", f"{admin}") as (process, url, grpc_address),
+        httpx.AsyncClient(base_url=url) as http,
+    ):
         assert (await http.get("/live")).status_code == 200
         ready = await http.get("/ready")
         assert (ready.status_code, ready.json()["ready"], ready.json()["pairs"]) == (503, False, [])
         refused = await http.post("/v1/completions", json={"prompt": "hi", "max_tokens": 1})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_ready_pair")
         assert refused.headers["retry-after"] == "1"
-        assert b"paceline_router_in_flight 0.0" in (await http.get("/metrics")).content
+        assert (await http.get("/metrics")).status_code == (await http.get("/dashboard")).status_code == 404
+        metrics = await http.get(f"http://127.0.0.1:{admin}/metrics")
+        assert b"paceline_router_in_flight 0.0" in metrics.content
+        counted = 'http_requests_total{method="POST",route="/v1/completions",status="503"} 1.0'
+        assert f"paceline_router_{counted}" in metrics.text
+        assert (await http.get(f"http://127.0.0.1:{admin}/dashboard")).status_code == 200
         async with grpc.aio.insecure_channel(grpc_address) as channel:
             call = generate_pb2_grpc.GenerationStub(channel).Generate(
                 generate_pb2.GenerateRequest(text="hi", sampling=generate_pb2.Sampling(max_tokens=1))
