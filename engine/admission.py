@@ -22,6 +22,7 @@ class EngineLimits:
         for name, ids in (
             ("stop_token_ids", sampling.stop_token_ids),
             ("logit_bias", [token_id for token_id, _ in sampling.logit_bias]),
+            ("allowed_token_ids", sampling.allowed_token_ids),
         ):
             for token_id in ids:
                 if not 0 <= token_id < self.vocab_size:

@@ -14,7 +14,8 @@ class SamplingParams:
     token's only, n > 0 also the n most likely; `prompt_logprobs` asks the same of the prompt's own tokens,
     all but the first. `stop_token_ids` already contains the model's
     end-of-sequence ids unless the user asked to ignore them; until `min_tokens` outputs exist they
-    cannot be drawn. `seed` is always set: the router mints one where the user gave none.
+    cannot be drawn. `allowed_token_ids` () allows every token. `seed` is always set: the router mints one
+    where the user gave none.
     """
 
     seed: int
@@ -31,6 +32,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _require("temperature", self.temperature, 0.0 <= self.temperature <= 2.0, "in [0, 2]")

@@ -1,7 +1,7 @@
 """What the logits of one request depend on besides the model: its own tokens, counted as they come.
 
-Owns penalties, logit_bias, min_tokens and the request's place in its grammar. Must never know how a token
-is drawn from the result.
+Owns penalties, logit_bias, allowed_token_ids, min_tokens and the request's place in its grammar. Must never
+know how a token is drawn from the result.
 Shapes: `R` logit rows, `V` vocabulary, `U` distinct tokens seen so far, `W` words of 32 tokens.
 """
 
@@ -45,6 +45,8 @@ class SamplingState:
         biases = dict(params.logit_bias)
         self._bias_ids = torch.tensor(list(biases), dtype=torch.int64)
         self._biases = torch.tensor(list(biases.values()), dtype=torch.float32)
+        _require_in_vocabulary("allowed_token_ids", params.allowed_token_ids, vocab_size)
+        self._forbidden_V = _all_but(params.allowed_token_ids, vocab_size)
         stop_ids = [token_id for token_id in params.stop_token_ids if 0 <= token_id < vocab_size]
         self._stop_ids = torch.tensor(stop_ids, dtype=torch.int64)
         self._history = _History() if _has_penalties(params) else None
@@ -94,7 +96,9 @@ class SamplingState:
 
     def changes(self, path: Sequence[int]) -> bool:
         """Whether `adjust_` would alter the logits that follow the tokens of `path`."""
-        return self._history is not None or bool(self.params.logit_bias) or self._forbids_stop(path)
+        params = self.params
+        is_shaped = self._history is not None or bool(params.logit_bias) or bool(params.allowed_token_ids)
+        return is_shaped or self._forbids_stop(path)
 
     def adjust_(
         self,
@@ -107,8 +111,9 @@ class SamplingState:
         """Change, in place, rows `rows` of float32 `[R, V]`: row `rows[i]` follows the tokens of `paths[i]`.
 
         Order: repetition (prompt and outputs), frequency and presence (outputs) penalties, logit_bias,
-        then stop tokens forbidden while fewer than min_tokens outputs exist, unless the row's grammar is
-        finished: its entry of `allowed` has nothing else. A path counts as output.
+        then all but allowed_token_ids forbidden, and stop tokens while fewer than min_tokens outputs exist,
+        unless the row's grammar is finished: its entry of `allowed` has nothing else. A path counts as
+        output.
         """
         device = scores_RV.device
         rows_R1 = torch.tensor(rows, dtype=torch.int64, device=device)[:, None]
@@ -119,6 +124,10 @@ class SamplingState:
             scores_RV[rows_R1, ids_U] = self._penalised(old_RU, counts_RU.to(device), seen_RU.to(device))
         if self.params.logit_bias:
             scores_RV[rows_R1, self._bias_ids.to(device)] += self._biases.to(device)
+        if self._forbidden_V is not None:
+            forbidden_V = self._forbidden_V.to(device)
+            for row in rows:
+                scores_RV[row].masked_fill_(forbidden_V, -torch.inf)
         early = [
             row
             for row, path, words_W in zip(rows, paths, allowed, strict=True)
@@ -187,6 +196,15 @@ def _has_penalties(params: SamplingParams) -> bool:
     return (
         params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
     )
+
+
+def _all_but(allowed: Sequence[int], vocab_size: int) -> torch.Tensor | None:
+    """bool `[V]`, True for tokens that must not be drawn; None when all may."""
+    if not allowed:
+        return None
+    forbidden_V = torch.ones(vocab_size, dtype=torch.bool)
+    forbidden_V[list(allowed)] = False
+    return forbidden_V
 
 
 def _require_in_vocabulary(field: str, token_ids: Iterable[int], vocab_size: int) -> None:

@@ -49,6 +49,7 @@ def unpack_sampling(sampling: generate_pb2.Sampling) -> SamplingOptions:
         stop=tuple(dict.fromkeys(sampling.stop)),
         stop_token_ids=tuple(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,
+        allowed_token_ids=tuple(dict.fromkeys(sampling.allowed_token_ids)),
         logit_bias=tuple((token_id, _as_written(bias)) for token_id, bias in sampling.logit_bias.items()),
     )
 

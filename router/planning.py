@@ -57,6 +57,7 @@ class SamplingOptions:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
     constraint: Constraint | None = None
 
 
@@ -172,6 +173,7 @@ def _check_ids(options: SamplingOptions, facts: ModelFacts) -> None:
                 f"logit_bias must name token ids in [0, {facts.vocab_size}), got {token_id}",
                 param="logit_bias",
             )
+    check_token_ids(options.allowed_token_ids, facts, param="allowed_token_ids")
     if len(options.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise BadRequest(
             f"stop_token_ids must hold at most {MAX_STOP_TOKEN_IDS} ids, got {len(options.stop_token_ids)}",
@@ -244,6 +246,7 @@ def _sampling(
             prompt_logprobs=options.prompt_logprobs,
             stop_token_ids=tuple(dict.fromkeys((*options.stop_token_ids, *eos))),
             logit_bias=options.logit_bias,
+            allowed_token_ids=options.allowed_token_ids,
             **{name: value for name, value in given.items() if value is not None},
         )
     except ValueError as error:

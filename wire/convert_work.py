@@ -188,6 +188,7 @@ def _pack_sampling(sampling: SamplingParams) -> pb.SamplingParams:
         stop_token_ids=sampling.stop_token_ids,
         bias_ids=[token_id for token_id, _ in sampling.logit_bias],
         bias_values=[bias for _, bias in sampling.logit_bias],
+        allowed_token_ids=sampling.allowed_token_ids,
     )
 
 
@@ -210,6 +211,7 @@ def _unpack_sampling(sampling: pb.SamplingParams) -> SamplingParams:
         prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
         stop_token_ids=tuple(sampling.stop_token_ids),
         logit_bias=tuple(zip(ids, values, strict=True)),
+        allowed_token_ids=tuple(sampling.allowed_token_ids),
     )
 
 

@@ -47,6 +47,7 @@ def read_sampling(
         shows_special=not fields.boolean("skip_special_tokens", default=True),
         stop_token_ids=fields.integers("stop_token_ids"),
         ignore_eos=fields.boolean("ignore_eos"),
+        allowed_token_ids=_allowed(fields),
         logit_bias=_logit_bias(fields.mapping("logit_bias")),
         constraint=constraint,
     )
@@ -90,6 +91,13 @@ def _stop(value: Any) -> tuple[str, ...]:
     if not isinstance(stops, list) or any(not isinstance(stop, str) for stop in stops):
         raise refuse("stop", "a string or a list of strings", value)
     return tuple(dict.fromkeys(stops))
+
+
+def _allowed(fields: Fields) -> tuple[int, ...]:
+    ids = fields.integers("allowed_token_ids")
+    if not ids and fields.raw("allowed_token_ids") is not None:
+        raise refuse("allowed_token_ids", "left out or hold at least one token id", [])
+    return tuple(dict.fromkeys(ids))
 
 
 def _logit_bias(value: dict[str, Any]) -> tuple[tuple[int, float], ...]:

@@ -328,6 +328,8 @@ async def test_chunks_tell_accepted_drafts_only_when_asked() -> None:
         (CHAT | {"logit_bias": {"99999999": -100}}, 400, "logit_bias", "invalid_value"),
         (CHAT | {"logit_bias": {"5": 101}}, 400, "logit_bias", "invalid_value"),
         (CHAT | {"stop_token_ids": [49152]}, 400, "stop_token_ids", "invalid_value"),
+        (CHAT | {"allowed_token_ids": [49152]}, 400, "allowed_token_ids", "invalid_value"),
+        (CHAT | {"allowed_token_ids": []}, 400, "allowed_token_ids", "invalid_value"),
         (CHAT | {"stop": [""]}, 400, "stop", "invalid_value"),
         (CHAT | {"stop": list("abcdefghijklmnopq")}, 400, "stop", "invalid_value"),
         (CHAT | {"max_tokens": 500}, 400, "max_tokens", "context_length_exceeded"),

@@ -275,6 +275,7 @@ def test_sampling_fields_are_all_read() -> None:
         "stop": ["a", "b", "a"],
         "stop_token_ids": [7],
         "ignore_eos": True,
+        "allowed_token_ids": [7, 8, 7],
         "logit_bias": {"5": -100, "6": 1.5},
     }
     options = read_completion(COMPLETION | body).wishes.options
@@ -287,6 +288,7 @@ def test_sampling_fields_are_all_read() -> None:
     assert (options.seed, options.min_tokens, options.stop) == (-1, 2, ("a", "b"))
     assert (options.stop_token_ids, options.ignore_eos) == ((7,), True)
     assert options.logit_bias == ((5, -100.0), (6, 1.5))
+    assert options.allowed_token_ids == (7, 8)
 
 
 def test_stream_options_need_a_stream() -> None:

@@ -146,6 +146,7 @@ async def test_every_sampling_field_reaches_the_nodes_as_it_was_written() -> Non
         stop_token_ids=[7],
         ignore_eos=True,
         logit_bias={5: -1.3},
+        allowed_token_ids=[7, 9, 7],
     )
     request = pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=[4, 5]), sampling=sampling, priority=2, cache_salt="s"
@@ -158,7 +159,7 @@ async def test_every_sampling_field_reaches_the_nodes_as_it_was_written() -> Non
     assert (got.max_tokens, got.temperature, got.top_p, got.top_k, got.min_p) == (9, 0.7, 0.9, 40, 0.05)
     assert (got.presence_penalty, got.frequency_penalty, got.repetition_penalty) == (0.1, -0.3, 1.1)
     assert (got.seed, got.min_tokens, got.logprobs, got.stop_token_ids) == (2**64 - 1, 1, 0, (7,))
-    assert got.logit_bias == ((5, -1.3),)
+    assert (got.logit_bias, got.allowed_token_ids) == (((5, -1.3),), (7, 9))
 
 
 async def test_defaults_are_those_of_http() -> None:

@@ -43,6 +43,7 @@ sampling = messages(
     ignore_eos=flags,
     logit_bias=st.dictionaries(uint32, floats, max_size=3),
     prompt_logprobs=uint32,
+    allowed_token_ids=st.lists(uint32, max_size=3),
     include_stop_str_in_output=flags,
     skip_special_tokens=flags,
 )

@@ -45,6 +45,26 @@ def test_greedy_takes_the_lowest_id_of_the_best() -> None:
     assert draw(torch.zeros(1, 50_000), [Row(state)]).token_ids == [0]
 
 
+def test_only_allowed_tokens_are_drawn_whatever_the_bias_and_however_drafted() -> None:
+    row = [9.0, 1.0, 8.0, 2.0]
+    state = state_of(
+        [0], [], vocab_size=4, temperature=0.0, allowed_token_ids=(1, 3), logit_bias=((0, 100.0),)
+    )
+    assert token_of(row, state) == 3
+    assert adjusted_row(row, state, path=(3, 1)) == [-INF, 1.0, -INF, 2.0]
+    hot = state_of([0], [], vocab_size=4, temperature=2.0, allowed_token_ids=(1, 3))
+    drawn = {token_of(row, hot, path=(1,) * n) for n in range(40)}
+    assert drawn == {1, 3}
+    with pytest.raises(ValueError, match="allowed_token_ids id 4 is outside"):
+        state_of([0], [], vocab_size=4, allowed_token_ids=(4,))
+
+
+def test_a_stop_forbidden_and_all_else_not_allowed_leaves_nothing() -> None:
+    state = state_of([0], [], vocab_size=4, allowed_token_ids=(2,), stop_token_ids=(2,), min_tokens=1)
+    drawn = draw(torch.zeros(1, 4), [Row(state)])
+    assert (drawn.token_ids, drawn.errors) == ([NO_TOKEN], {0: "no token is possible: all are forbidden"})
+
+
 def test_top_k_of_one_is_greedy_at_any_temperature() -> None:
     assert token_of([1.0, 3.0, 3.0, 2.0], state_of([0], [], vocab_size=4, temperature=2.0, top_k=1)) == 1
 

@@ -88,6 +88,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         prompt_logprobs=draw(st.none() | st.integers(0, 20)),
         stop_token_ids=draw(token_ids),
         logit_bias=tuple(draw(st.lists(bias, max_size=3))),
+        allowed_token_ids=draw(token_ids),
     )
 
 
