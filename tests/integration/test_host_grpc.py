@@ -3,6 +3,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
+from engine.page_hash import CacheChanges, PageHash
 from engine.thread import StepThread
 from kv_transfer.ids import Incarnation, TransferId
 from kv_transfer.messages import Reserve
@@ -11,7 +12,18 @@ from tests.valkey import running_valkey
 from wire.grpc_client import GrpcConnector
 from wire.grpc_server import GrpcServer
 from wire.host import HostConfig, NodeHost
-from wire.host_events import Drain, Link, LinkMessage, PeerClosed, PeerHello, PeerMessage, ToLink, ToPeer
+from wire.host_events import (
+    Drain,
+    Link,
+    LinkMessage,
+    PagesChanged,
+    PeerClosed,
+    PeerHello,
+    PeerMessage,
+    ToLink,
+    ToPeer,
+)
+from wire.kv_events import KvSubscribe
 from wire.peering import PeerSearch
 from wire.records import NodeRecord
 from wire.registry import RedisRegistry
@@ -98,13 +110,21 @@ async def test_a_pair_of_hosts_works_over_grpc_redis_and_engine_threads() -> Non
             async with GrpcConnector() as router:
                 link = await router.work(decode.address)
                 await link.send(WorkHello(incarnation=Incarnation("router"), role="router"))
-                assert await link.receive() == WorkHello(incarnation=Incarnation("decode-1"), role="decode")
+                ours = WorkHello(incarnation=Incarnation("decode-1"), role="decode", has_kv_events=True)
+                assert await link.receive() == ours
                 await link.send(Cancel(tid=TID))
                 await decode.has(LinkMessage)
                 accepted = Accepted(tid=TID, queued_behind=0)
                 decode.core.outputs.append(ToLink(link=Link(1), event=accepted))
                 decode.thread.post("wake up")
                 assert (await link.receive()).events == (accepted,)
+                hashing = PageHash(fingerprint="f", page_size=4)
+                changes = CacheChanges(stored=(b"x" * 16,), hashing=hashing)
+                decode.core.outputs.append(PagesChanged(changes=changes))
+                decode.thread.post("wake up")
+                await link.send(KvSubscribe())
+                update = await link.receive()
+                assert (update.stored, update.hashing) == (changes.stored, hashing)
                 await router.drain(decode.address)
                 await decode.has(Drain)
                 assert (await router.status(decode.address)).is_draining

@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -19,7 +19,10 @@ from router.text.tokenizer import Tokenizer
 from tests.smollm2_text import NOON, smollm2_tokenizer_folder
 
 LAG_S = 0.25
-"""Far more than an idle machine shows (docs/benchmarks.md), far less than tokenising takes."""
+"""Far more than an idle machine shows (docs/benchmarks.md), less than tokenising on the loop would take."""
+
+NUM_TRIES = 5
+"""Other processes may stop this one for longer than that; the loop is blamed when it lags every time."""
 
 
 class NotingTokenizer(Tokenizer):
@@ -76,22 +79,30 @@ async def worst_lag_during(work: asyncio.Task[Any]) -> float:
     return worst
 
 
+async def least_lag(make: Callable[[], Coroutine[Any, Any, tuple[int, ...]]]) -> float:
+    """Of some tries to make a prompt of 100k tokens, the one that held the loop up least."""
+    least = float("inf")
+    for _ in range(NUM_TRIES):
+        work = asyncio.create_task(make())
+        least = min(least, await worst_lag_during(work))
+        assert len(work.result()) > 100_000
+        if least < LAG_S:
+            break
+    return least
+
+
 async def test_a_prompt_of_100k_tokens_is_tokenised_on_a_thread_while_the_loop_runs_on() -> None:
     async with noting() as (text, tokenizer):
-        work = asyncio.create_task(text.encode(tale(15_000)))
-        lag = await worst_lag_during(work)
-        assert len(work.result()) > 100_000
-        assert tokenizer.threads == ["tokenize"]
-        assert lag < LAG_S
+        prompt = tale(15_000)
+        assert await least_lag(lambda: text.encode(prompt)) < LAG_S
+        assert set(tokenizer.threads) == {"tokenize"}
 
 
 async def test_a_long_chat_is_rendered_and_tokenised_on_a_thread() -> None:
     async with noting() as (text, tokenizer):
-        work = asyncio.create_task(text.encode_chat([{"role": "user", "content": tale(15_000)}]))
-        lag = await worst_lag_during(work)
-        assert len(work.result()) > 100_000
-        assert tokenizer.threads == ["tokenize"]
-        assert lag < LAG_S
+        messages = [{"role": "user", "content": tale(15_000)}]
+        assert await least_lag(lambda: text.encode_chat(messages)) < LAG_S
+        assert set(tokenizer.threads) == {"tokenize"}
 
 
 async def test_the_text_of_tools_counts_too() -> None:
