@@ -4,24 +4,19 @@ Owns construction and shutdown, nothing else. Sockets, signals and clocks enter 
 """
 
 import asyncio
-import contextlib
 import importlib.metadata
 import logging
 import secrets
-import signal
-import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-import uvicorn
 from starlette.types import ASGIApp
 
-from router.access import Access
 from router.admission import QueueConfig
 from router.config import RouterConfig
 from router.dispatch import DispatchConfig, Dispatcher
@@ -31,6 +26,15 @@ from router.grpc_service import GenerationService
 from router.http import HttpFrontEnd, HttpOptions
 from router.http_edge import by_port
 from router.links import LinkConfig, NodeLinks, NodeSource
+from router.listening import (
+    HttpServer,
+    StopSignal,
+    bracketed,
+    listeners_of,
+    shown,
+    stop_signals,
+    uvicorn_config,
+)
 from router.openai.answers import Answers
 from router.overview import Overview, RegistrySight
 from router.pairs import PairBook, PairConfig
@@ -52,7 +56,6 @@ from wire.work import new_incarnation
 
 logger = logging.getLogger(__name__)
 
-_KEEP_ALIVE_S = 75
 _GRPC_GRACE_S = 1.0
 _SHOWN_SETTINGS = frozenset(
     {
@@ -215,18 +218,18 @@ async def _serve(
     router: Router, config: RouterConfig, on_listening: Callable[[Listening], None] | None
 ) -> None:
     """Listen, wait for the signal, drain, stop listening."""
-    with _stop_signals() as stop, _listeners(config) as listeners:
+    with stop_signals() as stop, listeners_of(config) as listeners:
         rpc = RouterGrpcServer(
             router.grpc(),
-            f"{_bracketed(config.host)}:{config.grpc_port}",
+            f"{bracketed(config.host)}:{config.grpc_port}",
             credentials=config.access.grpc_credentials(),
             reuse_port=config.reuse_port,
         )
         await rpc.start()
         http = HttpServer(uvicorn_config(_app(router, config), config.access))
         listening = Listening(
-            http_url=f"{config.access.scheme}://{_shown(config.host)}:{listeners[0].getsockname()[1]}",
-            grpc_address=f"{_shown(config.host)}:{rpc.port}",
+            http_url=f"{config.access.scheme}://{shown(config.host)}:{listeners[0].getsockname()[1]}",
+            grpc_address=f"{shown(config.host)}:{rpc.port}",
         )
         logger.info("listening on %s and grpc://%s", listening.http_url, listening.grpc_address)
         if on_listening is not None:
@@ -242,7 +245,7 @@ async def _serve(
             await rpc.stop(_GRPC_GRACE_S)
 
 
-async def _drain(router: Router, stop: "StopSignal", *, timeout_s: float) -> None:
+async def _drain(router: Router, stop: StopSignal, *, timeout_s: float) -> None:
     """Wait for what runs, but not after a second signal or the time is up."""
     logger.info("draining: %d requests in flight", router.dispatcher.num_in_flight)
     drained = asyncio.ensure_future(router.dispatcher.drain())
@@ -254,98 +257,12 @@ async def _drain(router: Router, stop: "StopSignal", *, timeout_s: float) -> Non
         hurried.cancel()
 
 
-class StopSignal:
-    """Counts the signals that ask us to stop: the first to drain, the second to hurry."""
-
-    def __init__(self) -> None:
-        self._first = asyncio.Event()
-        self._second = asyncio.Event()
-
-    def note(self) -> None:
-        (self._second if self._first.is_set() else self._first).set()
-
-    async def wait(self) -> None:
-        await self._first.wait()
-
-    async def wait_again(self) -> None:
-        await self._second.wait()
-
-
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[StopSignal]:
-    loop, stop = asyncio.get_running_loop(), StopSignal()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.note)
-    try:
-        yield stop
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
-
-
-class HttpServer(uvicorn.Server):
-    """Signals are ours: a router drains before its server stops."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def uvicorn_config(app: ASGIApp, access: Access | None = None) -> uvicorn.Config:
-    """How the HTTP server runs in a loop and with sockets that are ours."""
-    access = access or Access()
-    return uvicorn.Config(
-        app,
-        ssl_certfile=access.tls_cert_file or None,
-        ssl_keyfile=access.tls_key_file or None,
-        http="httptools",
-        lifespan="off",
-        access_log=False,
-        log_config=None,
-        server_header=False,
-        timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=1,
-    )
-
-
 def _app(router: Router, config: RouterConfig) -> ASGIApp:
     """With a port for operators, only that one has their pages."""
     port = config.monitoring.admin_port
     if not port:
         return router.http()
     return by_port({port: router.http()}, otherwise=router.http(has_admin=False))
-
-
-@contextlib.contextmanager
-def _listeners(config: RouterConfig) -> Iterator[list[socket.socket]]:
-    """The main one first."""
-    with contextlib.ExitStack() as stack:
-        ports = [config.port, *filter(None, [config.monitoring.admin_port])]
-        yield [stack.enter_context(contextlib.closing(_listen(config, port))) for port in ports]
-
-
-def _listen(config: RouterConfig, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    # Only the users' port is shared: of the operators' pages each router has its own.
-    listener = socket.create_server(
-        (config.host, port),
-        family=family,
-        backlog=2048,
-        reuse_port=config.reuse_port and port == config.port,
-    )
-    listener.setblocking(False)
-    return listener
-
-
-def _shown(host: str) -> str:
-    """An address that a client on this machine can use."""
-    if host in ("", "0.0.0.0", "::"):
-        return "127.0.0.1"
-    return _bracketed(host)
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def _shown_settings(config: RouterConfig) -> dict[str, Any]:

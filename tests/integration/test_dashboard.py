@@ -10,7 +10,7 @@ import pytest
 import uvicorn
 from playwright.async_api import Browser, Page, async_playwright, expect
 
-from router.node import HttpServer
+from router.listening import HttpServer
 from tests.fakes_dispatch import FakeDispatcher, FakeOperations, http_app, one_key
 from tests.integration.conftest import FourPairs
 from tests.integration.reference import COUNTING

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from router.access import Access
 from router.grpc_server import RouterGrpcServer
 from router.grpc_service import GenerationService
-from router.node import HttpServer, uvicorn_config
+from router.listening import HttpServer, uvicorn_config
 from tests.fakes_dispatch import FakeDispatcher, front_door, http_app, open_to_all
 from tests.smollm2_text import smollm2_text
 

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from router.errors import NodeFailed, NodesBusy
-from router.node import HttpServer, uvicorn_config
+from router.listening import HttpServer, uvicorn_config
 from tests.fakes_dispatch import FakeDispatcher, http_app
 from tests.smollm2_text import smollm2_text
 
