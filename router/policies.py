@@ -57,7 +57,10 @@ class NodeLoad:
 
     def free_pages_after(self, facts: RequestFacts) -> int:
         """Pages left once everything known has its pages and this request too; may be negative."""
-        return self.load.free_pages + self.freed_pages - self.sent_pages - pages_of(facts, self.page_size)
+        free_pages = self.load.free_pages + self.freed_pages
+        if self.load.total_pages:
+            free_pages = min(free_pages, self.load.total_pages)
+        return free_pages - self.sent_pages - pages_of(facts, self.page_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

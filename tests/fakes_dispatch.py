@@ -236,6 +236,7 @@ def http_front(
     operations: FakeOperations | None = None,
     keys: ApiKeys | None = None,
     answer_format: AnswerFormat = PLAIN,
+    tenant_header: str = "",
 ) -> HttpFrontEnd:
     door = front_door(dispatcher, text, node=node)
     ids = iter(range(10**6))
@@ -250,6 +251,6 @@ def http_front(
         keys=keys or open_to_all(),
         served=door.served,
         operations=operations or FakeOperations(),
-        options=HttpOptions(version="1.2.3", max_body_bytes=100_000),
+        options=HttpOptions(version="1.2.3", max_body_bytes=100_000, tenant_header=tenant_header),
         created=1700000000,
     )

@@ -290,6 +290,16 @@ async def test_what_labels_a_request_reaches_the_dispatcher() -> None:
     assert request.sampling.max_tokens == MAX_MODEL_LEN - len(request.prompt_ids)
 
 
+@pytest.mark.parametrize(("tenant_header", "tenant"), [("X-Team", "blue"), ("", "")])
+async def test_whose_a_request_is_comes_from_the_configured_header_only(
+    tenant_header: str, tenant: str
+) -> None:
+    dispatcher = answering()
+    headers = {"x-team": "blue"}
+    await post(dispatcher, "/v1/completions", COMPLETION, headers=headers, tenant_header=tenant_header)
+    assert [request.tenant for request in dispatcher.requests] == [tenant]
+
+
 async def test_chat_logprobs_have_an_entry_with_bytes_for_every_token() -> None:
     body = CHAT | {"logprobs": True, "top_logprobs": 2, "max_tokens": 1}
     answer = (await post(answering("Hello"), "/v1/chat/completions", body)).json()

@@ -147,6 +147,18 @@ def test_what_was_sent_counts_until_the_leg_closes_or_the_node_tells_its_load() 
     assert book.load_of(record).sent_requests == 0
 
 
+def test_what_a_node_gave_back_counts_until_it_tells_and_never_as_more_than_it_has() -> None:
+    book, record = SentBook(), FakeRegistry().add("d1", load=Load(free_pages=90, total_pages=100)).record
+    for number, pages in ((1, 6), (2, 50)):
+        tid = TransferId("r", number)
+        book.add(record.incarnation, tid, tokens=0, pages=pages)
+        book.clear(record.incarnation)
+        book.end(record.incarnation, tid, pages=pages)
+        assert book.load_of(record).free_pages_after(FACTS) == min(90 + pages, 100) - 2
+        book.clear(record.incarnation)
+    assert book.load_of(record).free_pages_after(FACTS) == 88
+
+
 @virtual
 async def test_requests_sent_between_heartbeats_spread_over_the_nodes() -> None:
     async with cluster("p1 p2 d1 d2") as made, reading(made, a_request()), reading(made, a_request()):

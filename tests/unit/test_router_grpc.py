@@ -31,11 +31,14 @@ def answering(text: str = TEXT, **options: Any) -> FakeDispatcher:
 
 @asynccontextmanager
 async def channel(
-    dispatcher: FakeDispatcher, keys: ApiKeys | None = None
+    dispatcher: FakeDispatcher, keys: ApiKeys | None = None, *, tenant_header: str = ""
 ) -> AsyncGenerator[grpc.aio.Channel]:
     labels = iter(range(100))
     service = GenerationService(
-        front_door(dispatcher, smollm2_text()), new_id=lambda: f"id{next(labels)}", keys=keys or open_to_all()
+        front_door(dispatcher, smollm2_text()),
+        new_id=lambda: f"id{next(labels)}",
+        keys=keys or open_to_all(),
+        tenant_header=tenant_header,
     )
     server = RouterGrpcServer(service, "127.0.0.1:0")
     await server.start()
@@ -209,6 +212,14 @@ async def test_a_full_cluster_is_resource_exhausted_with_a_time_to_wait() -> Non
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     metadata = trailing(caught.value)
     assert (metadata["paceline-code"], metadata["retry-after"]) == ("nodes_busy", "2")
+
+
+async def test_a_tenant_is_named_by_the_configured_metadata() -> None:
+    dispatcher = answering()
+    async with channel(dispatcher, tenant_header="X-Team") as opened:
+        call = stub(opened).Generate(pb.GenerateRequest(text="x"), metadata=(("x-team", "blue"),))
+        _ = [response async for response in call]
+    assert [request.tenant for request in dispatcher.requests] == ["blue"]
 
 
 @pytest.mark.parametrize("stall_after", [0, 2])
