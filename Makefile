@@ -1,7 +1,7 @@
 # Every target does the set-up it needs. Stamps in $(VENV) remember what is done.
 #   make demo [PROMPT="..."]   a cluster, one answer, a summary
 #   make up                    a cluster that stays
-#   make test [ARGS="..."]     the tests
+#   make test [ARGS="..."]     the tests, in two processes (WORKERS=0: in one)
 #   make check                 formatting, lint, layers, types, stubs, then the tests
 #   make bench                 throughput, latency and transfer numbers
 
@@ -18,11 +18,8 @@ TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),cuda,cpu)
 ARGS ?=
 PROMPT ?=
 
-# Two test processes on two cores must not spin against each other.
 CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
-export OMP_NUM_THREADS ?= $(shell [ $(CORES) -gt 2 ] && echo 2 || echo $(CORES))
-export OMP_WAIT_POLICY ?= passive
-export GOMP_SPINCOUNT ?= 0
+WORKERS ?= $(shell [ $(CORES) -gt 1 ] && echo 2 || echo 0)
 
 .PHONY: help demo up test check static $(addprefix check-,format lint layers types generated budgets) format gen bench venv dev clean
 
@@ -67,8 +64,12 @@ demo: export PROMPT := $(PROMPT)
 up: venv
 	@$(BIN)/paceline up $(ARGS)
 
+# Test processes that share the cores must not spin against each other.
+test: export OMP_NUM_THREADS ?= 1
+test: export OMP_WAIT_POLICY ?= passive
+test: export GOMP_SPINCOUNT ?= 0
 test: dev
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 static: check-format check-lint check-layers check-types check-generated check-budgets
 
