@@ -3,14 +3,18 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 from google.protobuf import json_format
 
 from router.errors import BadRequest
 from router.generation import Ended, TextDelta
+from router.openai.chat_parts import ChatParts
+from router.openai.fields import Fields
 from router.openai.grammar import read_option
 from router.openai.messages import Message, read_messages
 from router.openai.requests import checked_keeps_last, template_options
 from router.openai.tables import MAX_CHOICES
+from router.openai.tools import Tools, read_tools
 from router.planning import SamplingOptions
 from router.requests import Constraint, TokenLogprob
 from router.text.options import PromptOptions, TemplateOptions
@@ -65,15 +69,56 @@ def unpack_grammar(grammar: generate_pb2.Grammar) -> Constraint | None:
 
 def unpack_messages(chat: generate_pb2.ChatMessages) -> tuple[Message, ...]:
     """Under the same rules as HTTP's messages. Raises BadRequest."""
-    return read_messages([{"role": message.role, "content": message.content} for message in chat.messages])
+    return read_messages([_message(message) for message in chat.messages])
 
 
-def unpack_template(chat: generate_pb2.ChatMessages) -> TemplateOptions:
+def _message(message: generate_pb2.ChatMessage) -> dict[str, Any]:
+    """As HTTP has it."""
+    calls = [
+        {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+        for call in message.tool_calls
+    ]
+    return {
+        "role": message.role,
+        "content": message.content if message.HasField("content") or not calls else None,
+        "tool_calls": calls,
+        "tool_call_id": message.tool_call_id or None,
+        "reasoning_content": message.reasoning or None,
+    }
+
+
+def unpack_tools(chat: generate_pb2.ChatMessages) -> Tools:
+    """Under the same rules as HTTP's. Raises BadRequest."""
+    choice: Any = chat.tool_choice or None
+    if choice == "named":
+        choice = {"type": "function", "function": {"name": chat.named_tool}}
+    is_parallel = chat.parallel_tool_calls if chat.HasField("parallel_tool_calls") else None
+    values = {
+        "tools": [_tool(index, tool) for index, tool in enumerate(chat.tools)],
+        "tool_choice": choice,
+        "parallel_tool_calls": is_parallel,
+    }
+    return read_tools(Fields(values, known=values))
+
+
+def _tool(index: int, tool: generate_pb2.Tool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name, "description": tool.description, "strict": tool.strict}
+    if tool.parameters:
+        try:
+            function["parameters"] = msgspec.json.decode(tool.parameters)
+        except (msgspec.DecodeError, RecursionError) as error:
+            field = f"tools[{index}].parameters"
+            raise BadRequest(f"{field} must be a JSON schema: {error}", param=field) from error
+    return {"type": "function", "function": function}
+
+
+def unpack_template(chat: generate_pb2.ChatMessages, tools: Tools) -> TemplateOptions:
     """Under the same rules as HTTP's. Raises BadRequest."""
     opens = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else None
     return template_options(
         opens=opens,
         continues=chat.continue_final_message,
+        tools=tools,
         variables=json_format.MessageToDict(chat.template_variables),
     )
 
@@ -96,11 +141,15 @@ def unpack_n(request: generate_pb2.GenerateRequest) -> int:
     return n
 
 
-def pack_delta(delta: TextDelta, *, label: str, index: int) -> generate_pb2.GenerateResponse:
+def pack_delta(
+    delta: TextDelta, *, label: str, index: int, parts: ChatParts | None
+) -> generate_pb2.GenerateResponse:
+    """`parts` reads the answer to a chat; None for other inputs."""
+    shown = {"text": delta.text} if parts is None else _pack_parts(parts.push(delta.text))
     return generate_pb2.GenerateResponse(
         request_id=label,
         index=index,
-        text=delta.text,
+        **shown,
         token_ids=delta.ids,
         logprobs=map(_pack_logprob, delta.logprobs or ()),
         prompt_logprobs=map(_pack_logprob, delta.prompt_logprobs or ()),
@@ -116,20 +165,41 @@ def _pack_logprob(entry: TokenLogprob) -> generate_pb2.TokenLogprob:
     )
 
 
-def pack_end(
-    end: Ended, *, label: str, index: int, num_prompt_tokens: int, all_ends: Sequence[Ended]
-) -> generate_pb2.GenerateResponse:
-    """The last message of a choice. `all_ends`: of every choice when this is the last of all, else empty."""
-    ended = generate_pb2.GenerateResponse(request_id=label, index=index, finish_reason=end.reason)
-    if all_ends:
-        outcomes = [one.outcome for one in all_ends if one.outcome is not None]
-        ended.usage.prompt_tokens = num_prompt_tokens
-        ended.usage.completion_tokens = sum(one.num_tokens for one in all_ends)
-        ended.usage.cached_tokens = outcomes[0].cached_tokens if outcomes else 0
-        ended.speculation.num_steps = sum(one.speculation.num_steps for one in all_ends)
-        ended.speculation.num_drafted = sum(one.speculation.num_drafted for one in all_ends)
-        ended.speculation.num_accepted = sum(one.speculation.num_accepted for one in all_ends)
-    return ended
+def _pack_parts(delta: Mapping[str, Any]) -> dict[str, Any]:
+    calls = [
+        generate_pb2.ToolCall(
+            index=call["index"],
+            id=call.get("id", ""),
+            name=call["function"].get("name", ""),
+            arguments=call["function"]["arguments"],
+        )
+        for call in delta.get("tool_calls", ())
+    ]
+    return {
+        "text": delta.get("content", ""),
+        "reasoning": delta.get("reasoning_content", ""),
+        "tool_calls": calls,
+    }
+
+
+def pack_end(end: Ended, *, label: str, index: int, parts: ChatParts | None) -> generate_pb2.GenerateResponse:
+    """The last message of a choice, with what its parser still held back."""
+    shown: dict[str, Any] = {} if parts is None else _pack_parts(parts.finish())
+    reason = end.reason if parts is None else parts.finish_reason(end.reason)
+    return generate_pb2.GenerateResponse(request_id=label, index=index, finish_reason=reason, **shown)
+
+
+def add_totals(
+    ended: generate_pb2.GenerateResponse, all_ends: Sequence[Ended], *, num_prompt_tokens: int
+) -> None:
+    """What the very last message says of all choices."""
+    outcomes = [one.outcome for one in all_ends if one.outcome is not None]
+    ended.usage.prompt_tokens = num_prompt_tokens
+    ended.usage.completion_tokens = sum(one.num_tokens for one in all_ends)
+    ended.usage.cached_tokens = outcomes[0].cached_tokens if outcomes else 0
+    ended.speculation.num_steps = sum(one.speculation.num_steps for one in all_ends)
+    ended.speculation.num_drafted = sum(one.speculation.num_drafted for one in all_ends)
+    ended.speculation.num_accepted = sum(one.speculation.num_accepted for one in all_ends)
 
 
 def _as_written(value: float) -> float:

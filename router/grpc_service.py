@@ -19,6 +19,7 @@ from router.errors import BadApiKey, BadRequest, DeadlineExceeded, RouterError
 from router.front_door import FrontDoor
 from router.generation import Ended, TextDelta
 from router.grpc_convert import (
+    add_totals,
     pack_delta,
     pack_end,
     unpack_grammar,
@@ -27,8 +28,11 @@ from router.grpc_convert import (
     unpack_prompt_options,
     unpack_sampling,
     unpack_template,
+    unpack_tools,
 )
 from router.leaving import until_left
+from router.openai.chat_format import ChatFormat
+from router.openai.tools import NO_TOOLS, Tools
 from router.planning import Label, Plan, SamplingOptions, cut
 from router.tenants import tenant_of
 from router.text.options import PromptOptions
@@ -52,9 +56,16 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
     """
 
     def __init__(
-        self, door: FrontDoor, *, new_id: Callable[[], str], keys: ApiKeys, tenant_header: str = ""
+        self,
+        door: FrontDoor,
+        *,
+        new_id: Callable[[], str],
+        keys: ApiKeys,
+        chat_format: ChatFormat,
+        tenant_header: str = "",
     ) -> None:
         self._door = door
+        self._chat_format = chat_format
         self._new_id = new_id
         self._keys = keys
         self._tenant_header = tenant_header
@@ -101,26 +112,28 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
             tenant=self._tenant(context, user),
             deadline_s=_time_left(context),
         )
-        plans = await self._plans(request, told)
-        num_prompt_tokens = len(plans[0].request.prompt_ids)
+        tools = unpack_tools(request.chat) if request.HasField("chat") else None
+        plans = await self._plans(request, told, tools)
+        prompt_ids, is_constrained = plans[0].request.prompt_ids, plans[0].request.constraint is not None
+        parts = [
+            None
+            if tools is None
+            else self._chat_format.parts(tools, prompt_ids, is_constrained=is_constrained)
+            for _ in plans
+        ]
         ends: list[Ended] = []
         lock = asyncio.Lock()
 
         async def tell(index: int, item: TextDelta | Ended) -> None:
             async with lock:
                 if not isinstance(item, Ended):
-                    await context.write(pack_delta(item, label=label, index=index))
+                    await context.write(pack_delta(item, label=label, index=index, parts=parts[index]))
                     return
                 ends.append(item)
-                await context.write(
-                    pack_end(
-                        item,
-                        label=label,
-                        index=index,
-                        num_prompt_tokens=num_prompt_tokens,
-                        all_ends=ends if len(ends) == len(plans) else (),
-                    )
-                )
+                ended = pack_end(item, label=label, index=index, parts=parts[index])
+                if len(ends) == len(plans):
+                    add_totals(ended, ends, num_prompt_tokens=len(prompt_ids))
+                await context.write(ended)
 
         await run_all([self._door.generation(plan, spend=user.spend) for plan in plans], tell)
 
@@ -128,11 +141,15 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
         metadata = {str(key): str(value) for key, value in context.invocation_metadata() or ()}
         return tenant_of(metadata, tenant_header=self._tenant_header, user=user.name)
 
-    async def _plans(self, request: generate_pb2.GenerateRequest, label: Label) -> list[Plan]:
-        """One for each choice."""
+    async def _plans(
+        self, request: generate_pb2.GenerateRequest, label: Label, tools: Tools | None
+    ) -> list[Plan]:
+        """One for each choice. `tools` None: no chat."""
         facts = self._door.facts(request.model or None)
         options, sampling = unpack_prompt_options(request), _sampling(request)
-        encoded, param = await self._prompt(request, options)
+        if tools is not None:
+            sampling = self._chat_format.options(sampling, tools)
+        encoded, param = await self._prompt(request, options, tools or NO_TOOLS)
         return [
             self._door.plan(
                 cut(encoded, options, facts, max_tokens=sampling.max_tokens),
@@ -146,7 +163,7 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
         ]
 
     async def _prompt(
-        self, request: generate_pb2.GenerateRequest, options: PromptOptions
+        self, request: generate_pb2.GenerateRequest, options: PromptOptions, tools: Tools
     ) -> tuple[tuple[int, ...], str]:
         """Token ids, and the name of the field they came from."""
         match request.WhichOneof("input"):
@@ -155,7 +172,7 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
             case "chat":
                 chat = request.chat
                 return await self._door.encode_chat(
-                    unpack_messages(chat), unpack_template(chat), options
+                    unpack_messages(chat), unpack_template(chat, tools), options
                 ), "chat"
             case "token_ids":
                 return tuple(request.token_ids.ids), "token_ids"

@@ -36,6 +36,7 @@ from router.listening import (
     uvicorn_config,
 )
 from router.openai.answers import Answers
+from router.openai.chat_format import ChatFormat
 from router.overview import Overview, RegistrySight
 from router.pairs import PairBook, PairConfig
 from router.planning import Planner
@@ -130,10 +131,14 @@ class Router:
             planner=Planner(mint_seed=lambda: secrets.randbits(64)),
             clock=lambda: asyncio.get_running_loop().time(),
         )
-        self._answer_format = answer_format(
-            tool_parser=config.tool_call_parser,
-            reasoning_parser=config.reasoning_parser,
-            template=text.template_source,
+        self._chat_format = ChatFormat(
+            text.tokenizer,
+            new_id=_new_id,
+            answer_format=answer_format(
+                tool_parser=config.tool_call_parser,
+                reasoning_parser=config.reasoning_parser,
+                template=text.template_source,
+            ),
         )
         self._keys = config.access.keys(clock=time.monotonic)
         self._lag = LoopLag()
@@ -162,7 +167,7 @@ class Router:
             max_body_bytes=self._config.max_body_bytes,
             tenant_header=self._config.waiting.tenant_header,
         )
-        answers = Answers(self._door, new_id=_new_id, wall_clock=time.time, answer_format=self._answer_format)
+        answers = Answers(self._door, new_id=_new_id, wall_clock=time.time, chat_format=self._chat_format)
         front = HttpFrontEnd(
             answers,
             keys=self._keys,
@@ -179,6 +184,7 @@ class Router:
             self._door,
             new_id=_new_id,
             keys=self._keys,
+            chat_format=self._chat_format,
             tenant_header=self._config.waiting.tenant_header,
         )
 

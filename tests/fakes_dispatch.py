@@ -13,6 +13,7 @@ from router.front_door import FrontDoor
 from router.generation import Generates
 from router.http import HttpFrontEnd, HttpOptions
 from router.openai.answers import Answers
+from router.openai.chat_format import ChatFormat
 from router.planning import Planner
 from router.requests import Delta, GenerateRequest, Outcome, Timings, TokenLogprob
 from router.served import ServedModel
@@ -203,6 +204,11 @@ class FakeOperations:
         self.answers.append((route, method, status))
 
 
+def chat_format(text: ModelText, answer_format: AnswerFormat = PLAIN) -> ChatFormat:
+    ids = iter(range(10**6))
+    return ChatFormat(text.tokenizer, new_id=lambda: f"{next(ids):032}", answer_format=answer_format)
+
+
 def open_to_all() -> ApiKeys:
     return ApiKeys(clock=lambda: 0.0)
 
@@ -244,7 +250,7 @@ def http_front(
         door,
         new_id=lambda: f"id{next(ids)}",
         wall_clock=lambda: 1700000000.5,
-        answer_format=answer_format,
+        chat_format=chat_format(text, answer_format),
     )
     return HttpFrontEnd(
         answers,

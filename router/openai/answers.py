@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from router.api_keys import User
 from router.errors import BadRequest
 from router.front_door import FrontDoor
-from router.openai.chat_parts import ChatParts
+from router.openai.chat_format import ChatFormat
 from router.openai.exchange import Choice, Exchange, Manner
 from router.openai.messages import Message
 from router.openai.requests import ChatRequest, CompletionRequest, Prompt, Wishes
@@ -16,16 +16,10 @@ from router.openai.response_shapes import ResponseShape
 from router.openai.responses import ResponseRequest
 from router.openai.shapes import ChatShape, CompletionShape, Envelope, Json, ShownPrompt
 from router.openai.tokenizing import DetokenizeRequest, TokenizeRequest
-from router.openai.tools import Tools
 from router.planning import Label, ModelFacts, check_token_ids, cut
 from router.text.options import TemplateOptions
-from router.text.parsers.catalogue import PLAIN, AnswerFormat
-from router.text.parsers.parts import Parser
-from router.text.parsers.tool_calls import JsonListCalls, NamedCall, PlainText
 
 _COMPLETION = Manner(object_name="text_completion", chunk_name="text_completion")
-# Enough of the prompt's end to see whether it opens the reasoning.
-_NUM_END_TOKENS = 8
 _CHAT = Manner(object_name="chat.completion", chunk_name="chat.completion.chunk")
 
 
@@ -47,10 +41,10 @@ class Answers:
         *,
         new_id: Callable[[], str],
         wall_clock: Callable[[], float],
-        answer_format: AnswerFormat = PLAIN,
+        chat_format: ChatFormat,
     ) -> None:
         self._door = door
-        self._format = answer_format
+        self._chat_format = chat_format
         self._new_id = new_id
         self._wall_clock = wall_clock
 
@@ -85,7 +79,8 @@ class Answers:
     async def chat(self, request: ChatRequest, origin: Origin) -> Exchange:
         """Raises RouterError."""
         facts = self._door.facts(request.wishes.model)
-        wishes = self._with_format(request.wishes, request.tools)
+        wishes = request.wishes
+        wishes = replace(wishes, options=self._chat_format.options(wishes.options, request.tools))
         encoded = await self._door.encode_chat(request.messages, request.template, wishes.text)
         prompt = cut(encoded, wishes.text, facts, max_tokens=wishes.options.max_tokens)
         envelope = self._envelope("chatcmpl", wishes, facts)
@@ -95,7 +90,9 @@ class Answers:
                 envelope,
                 tokenizer=self._door.tokenizer,
                 prompt=ShownPrompt(ids=prompt),
-                parts=self._parts(request.tools, wishes, prompt),
+                parts=self._chat_format.parts(
+                    request.tools, prompt, is_constrained=wishes.options.constraint is not None
+                ),
             )
             for index in range(wishes.n)
         ]
@@ -157,59 +154,6 @@ class Answers:
             if error.param != "messages":
                 raise
             raise BadRequest(error.message, param=param, code=error.code) from error
-
-    def _with_format(self, wishes: Wishes, tools: Tools) -> Wishes:
-        """What parser and tools ask of the answer. Raises BadRequest where they cannot work."""
-        options = wishes.options
-        if tools.choice == "auto" and self._format.tools is None:
-            raise BadRequest(
-                "tools cannot be used with tool_choice auto: the chat template of this model shows no known"
-                " format of calls (the router's tool_call_parser sets one)",
-                param="tools",
-                code="unsupported_parameter",
-            )
-        if tools.is_forced:
-            if options.constraint is not None:
-                raise BadRequest(
-                    f"tool_choice must be none or auto: {options.constraint.field} already says what form the"
-                    " answer has",
-                    param="tool_choice",
-                )
-            options = replace(options, constraint=tools.constraint())
-        if self._has_special_markers(tools):
-            options = replace(options, shows_special=True)
-        return replace(wishes, options=options)
-
-    def _parts(self, tools: Tools, wishes: Wishes, prompt: tuple[int, ...]) -> ChatParts:
-        """A constraint holds from the first token on, so such an answer has no reasoning."""
-        calls = self._calls(tools)
-        prompt_end = "".join(map(self._door.tokenizer.token_text, prompt[-_NUM_END_TOKENS:]))
-        return ChatParts(
-            self._format.parser(prompt_end=prompt_end, calls=calls)
-            if wishes.options.constraint is None
-            else calls or PlainText(),
-            new_call_id=lambda: self._format.call_id(self._new_id()),
-            max_calls=None if tools.is_parallel else 1,
-            is_free=tools.choice != "named",
-        )
-
-    def _calls(self, tools: Tools) -> Parser | None:
-        match tools.choice:
-            case "named":
-                return NamedCall(tools.named)
-            case "required":
-                return JsonListCalls()
-            case "auto":
-                return self._format.tools.make() if self._format.tools else None
-        return None
-
-    def _has_special_markers(self, tools: Tools) -> bool:
-        """Special tokens have no text, unless the parser needs to see them."""
-        markers = self._format.markers(has_tools=tools.choice == "auto")
-        return any(
-            self._door.tokenizer.token_text(token_id) in markers
-            for token_id in self._door.tokenizer.special_ids
-        )
 
     def _echo(self, prompt: Prompt, ids: tuple[int, ...], wishes: Wishes) -> str:
         """The prompt as the user wrote it, or the text of its ids where there is no such writing."""

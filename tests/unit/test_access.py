@@ -16,7 +16,7 @@ from router.access import Access
 from router.grpc_server import RouterGrpcServer
 from router.grpc_service import GenerationService
 from router.listening import HttpServer, uvicorn_config
-from tests.fakes_dispatch import FakeDispatcher, front_door, http_app, open_to_all
+from tests.fakes_dispatch import FakeDispatcher, chat_format, front_door, http_app, open_to_all
 from tests.smollm2_text import smollm2_text
 
 
@@ -47,7 +47,10 @@ async def test_http_is_served_over_tls_only(tmp_path: Path) -> None:
 async def test_grpc_is_served_over_tls_only(tmp_path: Path) -> None:
     ca = trustme.CA()
     service = GenerationService(
-        front_door(FakeDispatcher(), smollm2_text()), new_id=lambda: "x", keys=open_to_all()
+        front_door(FakeDispatcher(), smollm2_text()),
+        new_id=lambda: "x",
+        keys=open_to_all(),
+        chat_format=chat_format(smollm2_text()),
     )
     server = RouterGrpcServer(service, "127.0.0.1:0", credentials=access(tmp_path, ca).grpc_credentials())
     await server.start()

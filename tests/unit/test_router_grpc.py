@@ -12,7 +12,15 @@ from router.api_keys import ApiKeys
 from router.errors import NodesBusy
 from router.grpc_server import SERVICE, RouterGrpcServer
 from router.grpc_service import GenerationService
-from tests.fakes_dispatch import MAX_MODEL_LEN, FakeDispatcher, front_door, one_key, open_to_all
+from router.text.parsers.catalogue import PLAIN, AnswerFormat
+from tests.fakes_dispatch import (
+    MAX_MODEL_LEN,
+    FakeDispatcher,
+    chat_format,
+    front_door,
+    one_key,
+    open_to_all,
+)
 from tests.smollm2_text import smollm2_text
 from wire.gen import generate_pb2 as pb
 from wire.gen import generate_pb2_grpc
@@ -31,13 +39,18 @@ def answering(text: str = TEXT, **options: Any) -> FakeDispatcher:
 
 @asynccontextmanager
 async def channel(
-    dispatcher: FakeDispatcher, keys: ApiKeys | None = None, *, tenant_header: str = ""
+    dispatcher: FakeDispatcher,
+    keys: ApiKeys | None = None,
+    *,
+    tenant_header: str = "",
+    answer_format: AnswerFormat = PLAIN,
 ) -> AsyncGenerator[grpc.aio.Channel]:
     labels = iter(range(100))
     service = GenerationService(
         front_door(dispatcher, smollm2_text()),
         new_id=lambda: f"id{next(labels)}",
         keys=keys or open_to_all(),
+        chat_format=chat_format(smollm2_text(), answer_format),
         tenant_header=tenant_header,
     )
     server = RouterGrpcServer(service, "127.0.0.1:0")
