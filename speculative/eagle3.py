@@ -27,7 +27,7 @@ from speculative.drafts.config import (
     layer_config,
 )
 from speculative.drafts.folder import TensorReader, open_draft
-from speculative.drafts.head import DraftHead, Ids, check_membership, target_ids_of
+from speculative.drafts.head import DraftHead, read_embedding, read_target_ids
 from speculative.drafts.layer import DraftRows, kv_spec, logit_rows, packed_ids, read_layer, rms_norm
 from speculative.drafts.recurrent import RecurrentProposer, TreeShape
 from speculative.proposer import DraftNeeds
@@ -152,7 +152,7 @@ class Eagle3Network:
         self._layer_ids = layer_ids
         self.hidden_size = width
         self._rows = DraftRows(config, pool, dtype=model.dtype, device=model.device)
-        self._embedding_VE = _embedding(reader, facts, model)
+        self._embedding_VE = read_embedding(reader, (config.vocab_size, width), model)
         self._read_fusion(reader, len(layer_ids) * facts.target_hidden_size)
         self._input_norm_E = reader.take("layers.0.input_layernorm.weight", (width,))
         self._hidden_norm_E = reader.take("layers.0.hidden_norm.weight", (width,))
@@ -205,38 +205,17 @@ class Eagle3Network:
         return self.head.logits(hidden_RE if is_normed else rms_norm(hidden_RE, self._norm_E, self._eps))
 
 
-def _embedding(reader: TensorReader, facts: HeadFacts, model: Model) -> torch.Tensor:
-    """The draft's own where the checkpoint has one, else the target's."""
-    shape = (facts.layers.vocab_size, facts.layers.hidden_size)
-    if not reader.has(names.EMBEDDING):
-        check_same(f"hidden_size without {names.EMBEDDING}", shape[1], model.config.hidden_size)
-        return model.embedding_VE
-    return reader.take(names.EMBEDDING, shape)
-
-
 def _head(reader: TensorReader, facts: HeadFacts, model: Model) -> DraftHead:
     """The draft's own; without one the target's, which only a draft of its whole vocabulary may borrow."""
     target_vocab = model.config.vocab_size
     size = facts.vocab_size or target_vocab
-    target_ids = _target_ids(reader, size=size, target_vocab=target_vocab)
+    target_ids = read_target_ids(reader, size=size, target_vocab=target_vocab)
     if reader.has(names.HEAD):
         head_VE = reader.take(names.HEAD, (size, facts.layers.hidden_size))
     elif size == target_vocab and target_ids is None:
         check_same(f"hidden_size without {names.HEAD}", facts.layers.hidden_size, model.config.hidden_size)
-        head_VE = _embedding(reader, facts, model) if facts.layers.tie_embeddings else model.head_VE
+        shape = (facts.layers.vocab_size, facts.layers.hidden_size)
+        head_VE = read_embedding(reader, shape, model) if facts.layers.tie_embeddings else model.head_VE
     else:
         raise ValueError(f"the draft's checkpoint lacks {names.HEAD}, which draft_vocab_size {size} needs")
     return DraftHead(head_VE=head_VE, target_ids_V=target_ids)
-
-
-def _target_ids(reader: TensorReader, *, size: int, target_vocab: int) -> Ids | None:
-    if not reader.has(names.D2T):
-        if size != target_vocab:
-            raise ValueError(f"the draft's checkpoint lacks d2t, which draft_vocab_size {size} needs")
-        if reader.has(names.T2D):
-            raise ValueError("the draft's checkpoint has t2d without d2t")
-        return None
-    target_ids = target_ids_of(reader.take_raw(names.D2T, (size,)), target_vocab=target_vocab)
-    if reader.has(names.T2D):
-        check_membership(reader.take_raw(names.T2D, (target_vocab,)), target_ids)
-    return target_ids

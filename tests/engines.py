@@ -1,5 +1,6 @@
 """A real engine over a tiny random model, as the tests of the loop, nodes and simulation use it."""
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -14,6 +15,7 @@ from engine.params import SamplingParams
 from engine.pool import PagePool
 from engine.request import Request
 from engine.scheduler import SchedulerLimits
+from speculative.build import EngineSettings
 from speculative.loop import EngineLoop
 from speculative.null import NullConfig, NullProposer
 from speculative.policy import DraftPolicy, prepare
@@ -72,6 +74,29 @@ def make_engine(
         proposer=proposer,
         policy=policy,
         limits=SchedulerLimits(**{"max_running": 16, "chunk_tokens": 64, **limits}),
+    )
+
+
+def tiny_settings(
+    algorithm: str, draft: str, options: Mapping[str, object], *, is_prefill_only: bool = False
+) -> EngineSettings:
+    """What a node would build its engine from."""
+    return EngineSettings(
+        model=str(tiny_folder()),
+        device="cpu",
+        dtype="float32",
+        page_size=4,
+        num_pages=64,
+        kv_memory_mib=1,
+        max_model_len=0,
+        chunk_tokens=64,
+        max_running=4,
+        reserve_tokens=0,
+        algorithm=algorithm,
+        draft=draft,
+        draft_options=options,
+        threads=1,
+        is_prefill_only=is_prefill_only,
     )
 
 

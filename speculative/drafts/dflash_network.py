@@ -22,7 +22,7 @@ from speculative.drafts import names
 from speculative.drafts.config import check_same
 from speculative.drafts.dflash_config import DflashFacts, LayerView
 from speculative.drafts.folder import TensorReader
-from speculative.drafts.head import DraftHead, Ids, check_membership, target_ids_of
+from speculative.drafts.head import DraftHead, read_embedding, read_target_ids
 from speculative.drafts.layer import (
     DraftLayer,
     DraftPass,
@@ -56,7 +56,7 @@ class DflashNetwork:
         self._layer_ids = facts.layer_ids
         self._mask_token_id = facts.mask_token_id
         self._pool = pool
-        self._embedding_VE = _embedding(reader, facts, model)
+        self._embedding_VE = read_embedding(reader, (config.vocab_size, width), model)
         self._mask_E = reader.take_if(MASK_EMBEDDING, (width,))
         self._fc_EX = reader.take("fc.weight", (width, len(facts.layer_ids) * facts.target_hidden_size))
         self._hidden_norm_E = reader.take("hidden_norm.weight", (width,))
@@ -149,34 +149,15 @@ def _context_kv(
     return kv_T2KD
 
 
-def _embedding(reader: TensorReader, facts: DflashFacts, model: Model) -> torch.Tensor:
-    width, target_vocab = facts.layers.hidden_size, model.config.vocab_size
-    if not reader.has(names.EMBEDDING):
-        check_same(f"hidden_size without {names.EMBEDDING}", width, model.config.hidden_size)
-        return model.embedding_VE
-    return reader.take(names.EMBEDDING, (target_vocab, width))
-
-
 def _head(reader: TensorReader, facts: DflashFacts, model: Model) -> DraftHead:
     """The checkpoint's own; without one the target's, for a draft of its whole vocabulary only."""
     width, target_vocab = facts.layers.hidden_size, model.config.vocab_size
-    target_ids = _target_ids(reader, size=facts.vocab_size or target_vocab, target_vocab=target_vocab)
+    target_ids = read_target_ids(reader, size=facts.vocab_size or target_vocab, target_vocab=target_vocab)
     size = target_vocab if target_ids is None else len(target_ids)
     if reader.has(names.HEAD) or target_ids is not None:
         return DraftHead(head_VE=reader.take(names.HEAD, (size, width)), target_ids_V=target_ids)
     check_same(f"hidden_size without {names.HEAD}", width, model.config.hidden_size)
     return DraftHead(head_VE=model.head_VE, target_ids_V=None)
-
-
-def _target_ids(reader: TensorReader, *, size: int, target_vocab: int) -> Ids | None:
-    if not reader.has(names.D2T):
-        if size == target_vocab and not reader.has(names.T2D):
-            return None
-        raise ValueError(f"the draft's checkpoint lacks d2t, which draft_vocab_size {size} needs")
-    target_ids = target_ids_of(reader.take_raw(names.D2T, (size,)), target_vocab=target_vocab)
-    if reader.has(names.T2D):
-        check_membership(reader.take_raw(names.T2D, (target_vocab,)), target_ids)
-    return target_ids
 
 
 def check_target(facts: DflashFacts, model: Model) -> None:

@@ -1,6 +1,6 @@
-"""A draft's output head: logits over its own vocabulary, and what its ids mean in the target's.
+"""What ties a draft's vocabulary to the target's: its output head, the map of its ids, its embedding.
 
-Owns the id map and its checks. Must never know the network before it.
+Owns the id map and its checks. Must never know the network in between.
 
 Shapes: `R` rows, `E` hidden width, `V` draft vocabulary, `K` candidates per row.
 """
@@ -11,6 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+
+from engine.models.model import Model
+from speculative.drafts import names
+from speculative.drafts.config import check_same
+from speculative.drafts.folder import TensorReader
 
 Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
@@ -68,3 +73,28 @@ def check_membership(t2d: torch.Tensor, target_ids: Ids) -> None:
     members = np.flatnonzero(t2d.cpu().to(torch.bool).numpy())
     if not np.array_equal(members, np.sort(target_ids)):
         raise ValueError(f"t2d must mark the {len(target_ids)} target ids of d2t, got {len(members)} others")
+
+
+def read_target_ids(reader: TensorReader, *, size: int, target_vocab: int) -> Ids | None:
+    """The checkpoint's map for a draft vocabulary of `size`; None where it is the target's own.
+
+    Raises ValueError for a map that is missing or cannot be.
+    """
+    if not reader.has(names.D2T):
+        if size != target_vocab:
+            raise ValueError(f"the draft's checkpoint lacks d2t, which draft_vocab_size {size} needs")
+        if reader.has(names.T2D):
+            raise ValueError("the draft's checkpoint has t2d without d2t")
+        return None
+    target_ids = target_ids_of(reader.take_raw(names.D2T, (size,)), target_vocab=target_vocab)
+    if reader.has(names.T2D):
+        check_membership(reader.take_raw(names.T2D, (target_vocab,)), target_ids)
+    return target_ids
+
+
+def read_embedding(reader: TensorReader, shape: tuple[int, int], model: Model) -> torch.Tensor:
+    """The draft's own where the checkpoint has one, else the target's, which must be as wide."""
+    if not reader.has(names.EMBEDDING):
+        check_same(f"hidden_size without {names.EMBEDDING}", shape[1], model.config.hidden_size)
+        return model.embedding_VE
+    return reader.take(names.EMBEDDING, shape)

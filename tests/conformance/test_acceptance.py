@@ -24,7 +24,16 @@ from tests.conformance.test_bad_logits import ERROR, SpoiltModel
 from tests.conformance.test_eagle import options_of
 from tests.conformance.test_loop import prompt_of, reference
 from tests.draft_claims import check_pair
-from tests.engines import VOCAB_SIZE, make_engine, make_request, run, tiny_folder, tiny_model, tokens_of
+from tests.engines import (
+    VOCAB_SIZE,
+    make_engine,
+    make_request,
+    run,
+    tiny_folder,
+    tiny_model,
+    tiny_settings,
+    tokens_of,
+)
 from tests.tiny_block_drafts import dflash, standalone, standalone_folder
 
 RULES = ("rejection", "block")
@@ -346,23 +355,8 @@ def test_an_algorithm_that_cannot_draw_its_drafts_is_refused_by_the_options_name
 
 
 def settings(algorithm: str, draft: str, *, is_prefill_only: bool = False) -> EngineSettings:
-    return EngineSettings(
-        model=str(tiny_folder()),
-        device="cpu",
-        dtype="float32",
-        page_size=4,
-        num_pages=64,
-        kv_memory_mib=1,
-        max_model_len=0,
-        chunk_tokens=64,
-        max_running=4,
-        reserve_tokens=0,
-        algorithm=algorithm,
-        draft=draft,
-        draft_options={"num_draft_tokens": 3, "acceptance": "block"},
-        threads=1,
-        is_prefill_only=is_prefill_only,
-    )
+    options = {"num_draft_tokens": 3, "acceptance": "block"}
+    return tiny_settings(algorithm, draft, options, is_prefill_only=is_prefill_only)
 
 
 def test_a_node_draws_its_drafts_when_the_option_says_so_and_does_not_start_where_it_cannot() -> None:

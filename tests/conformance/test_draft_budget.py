@@ -24,7 +24,7 @@ from tests.conformance.test_eagle import CHAIN, TREE
 from tests.conformance.test_eagle import proposer as head
 from tests.conformance.test_loop import greedy_truth, prompt_of, reference
 from tests.draft_claims import kv_of_slots
-from tests.engines import UNWRITTEN, VOCAB_SIZE, make_engine, make_request, run, tiny_folder, tokens_of
+from tests.engines import UNWRITTEN, VOCAB_SIZE, make_engine, make_request, run, tiny_settings, tokens_of
 from tests.fakes_proposers import BushyProposer
 from tests.tiny_block_drafts import dflash, standalone
 
@@ -60,23 +60,8 @@ def test_greedy_equals_transformers_while_the_limit_switches(name: str, start: i
 
 
 def settings(draft_options: Mapping[str, object], *, is_prefill_only: bool = False) -> EngineSettings:
-    return EngineSettings(
-        model=str(tiny_folder()),
-        device="cpu",
-        dtype="float32",
-        page_size=4,
-        num_pages=64,
-        kv_memory_mib=1,
-        max_model_len=0,
-        chunk_tokens=64,
-        max_running=4,
-        reserve_tokens=0,
-        algorithm="ngram",
-        draft="",
-        draft_options={"num_draft_tokens": 6, **draft_options},
-        threads=1,
-        is_prefill_only=is_prefill_only,
-    )
+    options = {"num_draft_tokens": 6, **draft_options}
+    return tiny_settings("ngram", "", options, is_prefill_only=is_prefill_only)
 
 
 def build_engine(settings: EngineSettings) -> BuiltEngine:
