@@ -10,24 +10,35 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from router.errors import BadApiKey, RateLimited
 
 _PREFIX = "sk-"
-_FIELDS = {"name": str, "sha256": str, "requests_per_minute": int, "tokens_per_minute": int}
+_FIELDS: Mapping[str, tuple[type, ...]] = MappingProxyType(
+    {
+        "name": (str,),
+        "sha256": (str,),
+        "requests_per_minute": (int,),
+        "tokens_per_minute": (int,),
+        "weight": (int, float),
+    }
+)
 _REFUSAL = "the authorization header (or metadata) must carry one of this router's API keys as a bearer token"
 _MINUTE_S = 60.0
+_WHOLE = 1.0 - 1e-9  # refilled by fractions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyEntry:
-    """`sha256`: hexadecimal digest of the key. Limits of 0 mean none."""
+    """`sha256`: hexadecimal digest of the key. Limits of 0 mean none. `weight`: of its turn in the queue."""
 
     name: str
     sha256: str = field(repr=False)
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
+    weight: float = 1.0
 
 
 class Budget:
@@ -39,9 +50,9 @@ class Budget:
         self._then = now
 
     def wait_s(self, *, now: float) -> float:
-        """Seconds until something is left; 0.0 when there is."""
+        """Seconds until a whole one is left; 0.0 when there is."""
         self._refill(now)
-        if not self._per_minute or self._level > 0:
+        if not self._per_minute or self._level >= _WHOLE:
             return 0.0
         return (1 - self._level) * _MINUTE_S / self._per_minute
 
@@ -83,6 +94,7 @@ class ApiKeys:
     def __init__(self, entries: Sequence[KeyEntry] = (), *, clock: Callable[[], float]) -> None:
         self._users = [(entry.sha256.encode(), User(entry, clock=clock)) for entry in entries]
         self._anybody = None if entries else User(KeyEntry(name="", sha256=""), clock=clock)
+        self.weights = MappingProxyType({entry.name: entry.weight for entry in entries})
 
     def user(self, authorization: str) -> User:
         """Whose `authorization` header this is. Raises BadApiKey.
@@ -116,7 +128,15 @@ def read_entries(path: Path, *, single_key: str = "") -> tuple[KeyEntry, ...]:
 
     Raises ValueError naming the file's faulty entry, never a key.
     """
-    return (*_of_file(path), *single_entry(single_key))
+    entries = (*_of_file(path), *single_entry(single_key))
+    for index, entry in enumerate(entries):
+        before = entries[:index]
+        where = f"keys[{index}]" if index < len(entries) - bool(single_key) else "api_key"
+        if entry.name in [one.name for one in before]:
+            raise ValueError(f"api_keys_file: {where}.name is used twice: {entry.name!r}")
+        if entry.sha256 in [one.sha256 for one in before]:
+            raise ValueError(f"api_keys_file: {where} is a key that is there already")
+    return entries
 
 
 def single_entry(key: str) -> tuple[KeyEntry, ...]:
@@ -133,20 +153,18 @@ def _of_file(path: Path) -> tuple[KeyEntry, ...]:
     found = table.get("keys")
     if not isinstance(found, list) or not found or table.keys() != {"keys"}:
         raise ValueError("api_keys_file must hold a list of [[keys]] and nothing else")
-    entries = tuple(_entry(f"keys[{index}]", values) for index, values in enumerate(found))
-    names = [entry.name for entry in entries]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            raise ValueError(f"api_keys_file: keys[{index}].name is used twice: {name!r}")
-    return entries
+    return tuple(_entry(f"keys[{index}]", values) for index, values in enumerate(found))
 
 
-def _entry(where: str, values: Mapping[str, Any]) -> KeyEntry:
+def _entry(where: str, values: Any) -> KeyEntry:
+    if not isinstance(values, dict):
+        raise ValueError(f"api_keys_file: {where} must be a table")
     for name, value in values.items():
         if name not in _FIELDS:
             raise ValueError(f"api_keys_file: {where} must have only {', '.join(_FIELDS)}, got {name!r}")
-        if type(value) is not _FIELDS[name]:
-            raise ValueError(f"api_keys_file: {where}.{name} must be {_FIELDS[name].__name__}")
+        if type(value) not in _FIELDS[name]:
+            kinds = " or ".join(kind.__name__ for kind in _FIELDS[name])
+            raise ValueError(f"api_keys_file: {where}.{name} must be {kinds}")
     if not values.get("name"):
         raise ValueError(f"api_keys_file: {where}.name must be set")
     sha256 = values.get("sha256", "").lower()
@@ -155,4 +173,6 @@ def _entry(where: str, values: Mapping[str, Any]) -> KeyEntry:
     for name in ("requests_per_minute", "tokens_per_minute"):
         if values.get(name, 0) < 0:
             raise ValueError(f"api_keys_file: {where}.{name} must be at least 0, got {values[name]}")
+    if not 0 < values.get("weight", 1) < float("inf"):
+        raise ValueError(f"api_keys_file: {where}.weight must be positive, got {values['weight']}")
     return KeyEntry(**{**values, "sha256": sha256})

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from starlette.types import ASGIApp
 
 from router.admission import QueueConfig
+from router.api_keys import ApiKeys
 from router.config import RouterConfig
 from router.dispatch import DispatchConfig, Dispatcher
 from router.front_door import FrontDoor
@@ -43,7 +44,6 @@ from router.planning import Planner
 from router.prefix_index import PrefixIndex
 from router.served import ServedModel
 from router.stats import RouterStats
-from router.tenants import weights_of
 from router.text.model_text import ModelText
 from router.text.parsers.catalogue import answer_format
 from wire.channel import Connector
@@ -73,10 +73,12 @@ _SHOWN_SETTINGS = frozenset(
         "reasoning_parser",
         "request_timeout_s",
         "tool_call_parser",
-        "waiting",
     }
 )
 """Those that are nobody's secret."""
+
+_SHOWN_WAITING = ("max_queue", "max_queue_bytes", "max_queue_s")
+"""Without other users' names, and the header a proxy is trusted with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +106,7 @@ class Router:
         tracer: Tracer = NO_TRACES,
     ) -> None:
         stats = RouterStats()
+        self._keys = config.access.keys(clock=time.monotonic)
         self._links = NodeLinks(
             nodes,
             connector=connector,
@@ -117,7 +120,7 @@ class Router:
             self._links,
             self._pairs,
             stats=stats,
-            config=_dispatch_config(config),
+            config=_dispatch_config(config, self._keys),
             new_id=_new_id,
             tracer=tracer,
         )
@@ -140,7 +143,6 @@ class Router:
                 template=text.template_source,
             ),
         )
-        self._keys = config.access.keys(clock=time.monotonic)
         self._lag = LoopLag()
         self._overview = Overview(
             work=self.dispatcher,
@@ -149,7 +151,7 @@ class Router:
             nodes=nodes,
             lag=self._lag,
             model=lambda: self._served.name,
-            settings=_shown_settings(config),
+            settings=shown_settings(config),
         )
         self._config = config
 
@@ -271,8 +273,11 @@ def _app(router: Router, config: RouterConfig) -> ASGIApp:
     return by_port({port: router.http()}, otherwise=router.http(has_admin=False))
 
 
-def _shown_settings(config: RouterConfig) -> dict[str, Any]:
-    return {name: value for name, value in asdict(config).items() if name in _SHOWN_SETTINGS}
+def shown_settings(config: RouterConfig) -> dict[str, Any]:
+    """What every user may know of a router's settings."""
+    settings = asdict(config)
+    waiting = {name: settings["waiting"][name] for name in _SHOWN_WAITING}
+    return {name: settings[name] for name in sorted(_SHOWN_SETTINGS)} | {"waiting": waiting}
 
 
 def _folder(config: RouterConfig) -> Path:
@@ -296,7 +301,7 @@ def _wants_index(config: RouterConfig) -> bool:
     return config.policy == "prefix" or config.local_prompt_tokens > 0
 
 
-def _dispatch_config(config: RouterConfig) -> DispatchConfig:
+def _dispatch_config(config: RouterConfig, keys: ApiKeys) -> DispatchConfig:
     return DispatchConfig(
         policy=config.policy,
         policy_seed=config.policy_seed,
@@ -307,7 +312,7 @@ def _dispatch_config(config: RouterConfig) -> DispatchConfig:
             max_queue=config.waiting.max_queue,
             max_queue_bytes=config.waiting.max_queue_bytes,
             max_queue_s=config.waiting.max_queue_s,
-            weights=weights_of(config.waiting.tenant_weights),
+            weights=config.waiting.weights(keys.weights),
         ),
         max_attempts=config.max_attempts,
         default_deadline_s=config.request_timeout_s,

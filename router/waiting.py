@@ -3,6 +3,7 @@
 Owns names and rules. Must never know a request.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from router.tenants import weights_of
@@ -25,7 +26,7 @@ class Waiting:
     """Header or gRPC metadata, set by a trusted proxy, that names a tenant; empty: the API key names it."""
 
     tenant_weights: str = ""
-    """Shares of tenants where requests wait, "name=2,other=0.5"; others have 1."""
+    """Shares of tenants where requests wait, "name=2,other=0.5"; others have their key's weight, or 1."""
 
     def __post_init__(self) -> None:
         for field, value, least in (
@@ -37,3 +38,7 @@ class Waiting:
         if self.max_queue_s <= 0:
             raise ValueError(f"max_queue_s must be positive, got {self.max_queue_s!r}")
         weights_of(self.tenant_weights)
+
+    def weights(self, of_keys: Mapping[str, float]) -> Mapping[str, float]:
+        """Shares by tenant. API keys have their own, unless it is a header that names tenants."""
+        return {**({} if self.tenant_header else of_keys), **weights_of(self.tenant_weights)}

@@ -13,11 +13,15 @@ import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from router.access import Access
+from router.config import RouterConfig
 from router.grpc_server import RouterGrpcServer
 from router.grpc_service import GenerationService
 from router.listening import HttpServer, uvicorn_config
+from router.node import shown_settings
+from router.waiting import Waiting
 from tests.fakes_dispatch import FakeDispatcher, chat_format, front_door, http_app, open_to_all
 from tests.smollm2_text import smollm2_text
+from wire.security import ClusterSecurity
 
 
 def access(folder: Path, ca: trustme.CA) -> Access:
@@ -84,3 +88,16 @@ def test_a_certificate_and_its_key_go_together(tmp_path: Path) -> None:
 
 def test_an_api_key_is_not_shown() -> None:
     assert "secret" not in repr(Access(api_key="secret"))
+
+
+def test_users_are_shown_no_credential_no_address_and_no_other_user() -> None:
+    config = RouterConfig(
+        model="/secret/model",
+        registry="redis://:secret@h/0",
+        access=Access(api_key="secret"),
+        security=ClusterSecurity(cluster_token="secret" * 3),
+        waiting=Waiting(tenant_header="x-secret", tenant_weights="secret=2", max_queue=7),
+    )
+    shown = shown_settings(config)
+    assert "secret" not in str(shown)
+    assert shown["waiting"]["max_queue"] == 7

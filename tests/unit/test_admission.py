@@ -20,6 +20,7 @@ from router.errors import (
 )
 from router.stats import RouterStats
 from router.tenants import tenant_of, weights_of
+from router.waiting import Waiting
 from tests.fakes_nodes import Cluster, Reader, a_request, cluster, reading, settle, virtual
 from wire.records import Load
 from wire.work import Finished, Tokens
@@ -446,6 +447,13 @@ def test_weights_are_read_by_name() -> None:
     for text in ("a", "a=0", "=1", "a=x", "a=inf"):
         with pytest.raises(ValueError, match="tenant_weights must be name=weight"):
             weights_of(text)
+
+
+def test_keys_bring_their_weights_along_where_they_are_the_tenants() -> None:
+    of_keys = {"a": 2.0, "b": 3.0}
+    assert Waiting().weights(of_keys) == of_keys
+    assert Waiting(tenant_weights="a=1,c=4").weights(of_keys) == {"a": 1.0, "b": 3.0, "c": 4.0}
+    assert Waiting(tenant_header="x-team", tenant_weights="c=4").weights(of_keys) == {"c": 4.0}
 
 
 async def _refusal(made: Cluster, request: Any) -> Exception | None:

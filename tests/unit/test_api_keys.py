@@ -55,6 +55,18 @@ def test_requests_per_minute_come_back_evenly() -> None:
         user.start()
 
 
+def test_a_part_of_a_request_is_none() -> None:
+    clock = Clock()
+    user = ApiKeys([entry("a", "k", requests_per_minute=1)], clock=clock).user("Bearer k")
+    user.start()
+    clock.now += 45.0
+    with pytest.raises(RateLimited) as error:
+        user.start()
+    assert error.value.retry_after_s == 15.0
+    clock.now += 15.0
+    user.start()
+
+
 def test_tokens_spent_are_waited_off() -> None:
     clock = Clock()
     user = ApiKeys([entry("a", "k", tokens_per_minute=60)], clock=clock).user("Bearer k")
@@ -105,6 +117,11 @@ GOOD = f'[[keys]]\nname = "a"\nsha256 = "{digest("x")}"\n'
         ('[[keys]]\nname = "a"\nsha256 = "secret"\n', r"keys\[0\].sha256 must be 64 hexadecimal digits"),
         (GOOD + "requests_per_minute = 1.5\n", r"keys\[0\].requests_per_minute must be int"),
         (GOOD + "tokens_per_minute = -1\n", r"keys\[0\].tokens_per_minute must be at least 0, got -1"),
+        (GOOD + "weight = 0\n", r"keys\[0\].weight must be positive, got 0"),
+        (GOOD + "weight = nan\n", r"keys\[0\].weight must be positive, got nan"),
+        (GOOD + "weight = true\n", r"keys\[0\].weight must be int or float"),
+        ("keys = [1]", r"keys\[0\] must be a table"),
+        (GOOD + GOOD.replace('"a"', '"b"'), r"keys\[1\] is a key that is there already"),
     ],
 )
 def test_a_bad_file_is_refused_by_entry(tmp_path: Path, text: str, message: str) -> None:
@@ -113,6 +130,23 @@ def test_a_bad_file_is_refused_by_entry(tmp_path: Path, text: str, message: str)
     with pytest.raises(ValueError, match=message) as error:
         read_entries(path)
     assert "secret" not in str(error.value)
+
+
+def test_a_single_key_is_none_of_the_files(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(GOOD.replace('"a"', '"default"'))
+    with pytest.raises(ValueError, match=r"api_key\.name is used twice: 'default'"):
+        read_entries(path, single_key="y")
+    path.write_text(GOOD)
+    with pytest.raises(ValueError, match="api_key is a key that is there already") as error:
+        read_entries(path, single_key="x")
+    assert digest("x") not in str(error.value)
+
+
+def test_weights_go_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(GOOD + "weight = 2.5\n")
+    assert ApiKeys(read_entries(path, single_key="y"), clock=Clock()).weights == {"a": 2.5, "default": 1.0}
 
 
 def test_a_missing_file_is_named() -> None:

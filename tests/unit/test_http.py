@@ -584,6 +584,13 @@ async def test_an_api_key_is_asked_of_users_but_not_of_probes() -> None:
         assert (await http.get("/v1/models", headers=good)).status_code == 200
 
 
+async def test_a_request_bears_the_name_of_its_key() -> None:
+    dispatcher = answering()
+    async with client(dispatcher, keys=one_key("secret")) as http:
+        await http.post("/v1/chat/completions", json=CHAT, headers={"authorization": "Bearer secret"})
+    assert [request.tenant for request in dispatcher.requests] == ["default"]
+
+
 async def test_a_key_s_limits_are_told_with_the_time_to_wait_and_are_its_own() -> None:
     entries = [
         KeyEntry(name="a", sha256=digest("a"), requests_per_minute=1),
