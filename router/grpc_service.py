@@ -105,11 +105,13 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
     async def _answer(
         self, request: generate_pb2.GenerateRequest, context: Any, *, label: str, user: User
     ) -> None:
+        metadata = {str(key): str(value) for key, value in context.invocation_metadata() or ()}
         told = Label(
             name=label,
             priority=request.priority,
             cache_salt=request.cache_salt,
-            tenant=self._tenant(context, user),
+            trace_context=metadata.get("traceparent", ""),
+            tenant=tenant_of(metadata, tenant_header=self._tenant_header, user=user.name),
             deadline_s=_time_left(context),
         )
         tools = unpack_tools(request.chat) if request.HasField("chat") else None
@@ -136,10 +138,6 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
                 await context.write(ended)
 
         await run_all([self._door.generation(plan, spend=user.spend) for plan in plans], tell)
-
-    def _tenant(self, context: Any, user: User) -> str:
-        metadata = {str(key): str(value) for key, value in context.invocation_metadata() or ()}
-        return tenant_of(metadata, tenant_header=self._tenant_header, user=user.name)
 
     async def _plans(
         self, request: generate_pb2.GenerateRequest, label: Label, tools: Tools | None

@@ -278,6 +278,16 @@ async def test_an_api_key_is_asked_of_every_call() -> None:
         assert [response.finish_reason async for response in call][-1] == "stop"
 
 
+async def test_a_call_bears_the_name_of_its_key_and_the_caller_s_trace() -> None:
+    dispatcher = answering()
+    async with channel(dispatcher, one_key("secret")) as opened:
+        metadata = (("authorization", "Bearer secret"), ("traceparent", "00-ab-cd-01"))
+        async for _ in stub(opened).Generate(pb.GenerateRequest(text="x"), metadata=metadata):
+            pass
+    [request] = dispatcher.requests
+    assert (request.tenant, request.trace_context) == ("default", "00-ab-cd-01")
+
+
 async def test_health_and_reflection_are_served() -> None:
     async with channel(answering()) as opened:
         health = health_pb2_grpc.HealthStub(opened)
