@@ -94,8 +94,8 @@ class NodeLinks:
         records = {record.incarnation: record for record in self._nodes.records}
         for gone in [incarnation for incarnation in self._links if incarnation not in records]:
             del self._links[gone]
-            self.sent.clear(gone)
             tasks.pop(gone).cancel()
+        self.sent.retain(records.keys())
         for incarnation, record in records.items():
             if incarnation not in self._links:
                 link = self._links[incarnation] = self._new_link(record)

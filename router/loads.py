@@ -3,6 +3,7 @@
 Must never know policies; they read it through `NodeLoad`.
 """
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 from router.policies import NodeLoad
@@ -37,9 +38,15 @@ class SentBook:
             self._freed[node] = self._freed.get(node, 0) + pages
 
     def clear(self, node: Incarnation) -> None:
-        """The node has told its load anew, so it knows all we sent; or it is gone."""
+        """The node has told its load anew, so it knows all we sent."""
         self._sent.pop(node, None)
         self._freed.pop(node, None)
+
+    def retain(self, nodes: Collection[Incarnation]) -> None:
+        """Only these are left. Legs on others may end later, so they are looked for every time."""
+        for book in (self._sent, self._freed):
+            for gone in book.keys() - nodes:
+                del book[gone]
 
     def load_of(self, record: NodeRecord) -> NodeLoad:
         sent = self._sent.get(record.incarnation, {}).values()

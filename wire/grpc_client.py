@@ -5,8 +5,11 @@ channels are used for.
 """
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import grpc
 
@@ -18,8 +21,19 @@ from wire.grpc_options import CLIENT_OPTIONS
 from wire.security import Trust
 
 
+@dataclass(slots=True, eq=False)
+class _Connection:
+    """`num_users`: channels and calls on it."""
+
+    channel: grpc.aio.Channel
+    num_users: int = 0
+
+
 class GrpcConnector:
-    """A Connector over gRPC. Use as an async context manager: leaving it closes every channel."""
+    """A Connector over gRPC. Use as an async context manager: leaving it closes every channel.
+
+    Nodes come and go on ports of their own, so a connection lives no longer than somebody uses it.
+    """
 
     def __init__(
         self, trust: Trust | None = None, *, connect_timeout_s: float = 5.0, send_timeout_s: float = 10.0
@@ -27,7 +41,7 @@ class GrpcConnector:
         self._trust = trust or Trust()
         self._connect_timeout_s = connect_timeout_s
         self._send_timeout_s = send_timeout_s
-        self._connections: dict[str, grpc.aio.Channel] = {}
+        self._connections: dict[str, _Connection] = {}
         self._pumps = asyncio.TaskGroup()
         self._open: set[GrpcChannel] = set()
 
@@ -42,67 +56,91 @@ class GrpcConnector:
             await channel.close()
         await self._pumps.__aexit__(kind, error, trace)
         for connection in self._connections.values():
-            await connection.close(None)
+            await connection.channel.close(None)
         self._connections.clear()
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._connections)
 
     async def work(self, address: str) -> Channel:
         connection = await self._ready(address)
-        call = node_pb2_grpc.NodeStub(connection).Work(metadata=self._trust.metadata)  # type: ignore[call-arg]  # stubs miss the default
-        return self._channel(call, address, pack=pack_to_node, unpack=unpack_from_node)
+        call = node_pb2_grpc.NodeStub(connection.channel).Work(metadata=self._trust.metadata)  # type: ignore[call-arg]  # stubs miss the default
+        stream = Stream(
+            read=call.read, write=call.write, cancel=call.cancel, pack=pack_to_node, unpack=unpack_from_node
+        )
+        return self._open_channel(stream, address, connection)
 
     async def session(self, address: str) -> Channel:
         connection = await self._ready(address)
-        call = transfer_pb2_grpc.TransferStub(connection).Session(metadata=self._trust.metadata)  # type: ignore[call-arg]  # stubs miss the default
-        return self._channel(call, address, pack=pack_to_prefill, unpack=unpack_to_decode)
+        call = transfer_pb2_grpc.TransferStub(connection.channel).Session(metadata=self._trust.metadata)  # type: ignore[call-arg]  # stubs miss the default
+        stream = Stream(
+            read=call.read,
+            write=call.write,
+            cancel=call.cancel,
+            pack=pack_to_prefill,
+            unpack=unpack_to_decode,
+        )
+        return self._open_channel(stream, address, connection)
 
     async def status(self, address: str) -> node_pb2.StatusResponse:
         """What the node says of itself. Raises ChannelClosed when it cannot be asked."""
-        stub = node_pb2_grpc.NodeStub(await self._ready(address))
-        try:
+        async with self._calling(address) as stub:
             return await stub.Status(
                 node_pb2.StatusRequest(), timeout=self._connect_timeout_s, metadata=self._trust.metadata
             )
-        except grpc.aio.AioRpcError as error:
-            raise ChannelClosed(f"{address}: {describe(error)}") from None
 
     async def drain(self, address: str) -> None:
         """Tell the node to stop admitting. Raises ChannelClosed when it cannot be told."""
-        stub = node_pb2_grpc.NodeStub(await self._ready(address))
-        try:
+        async with self._calling(address) as stub:
             await stub.Drain(
                 node_pb2.DrainRequest(), timeout=self._connect_timeout_s, metadata=self._trust.metadata
             )
+
+    @asynccontextmanager
+    async def _calling(self, address: str) -> "AsyncIterator[node_pb2_grpc.NodeAsyncStub]":
+        connection = await self._ready(address)
+        try:
+            yield node_pb2_grpc.NodeStub(connection.channel)
         except grpc.aio.AioRpcError as error:
             raise ChannelClosed(f"{address}: {describe(error)}") from None
+        finally:
+            await self._leave(address, connection)
 
-    async def _ready(self, address: str) -> grpc.aio.Channel:
+    async def _ready(self, address: str) -> _Connection:
+        """A connection with one more user, who must `_leave` it."""
         connection = self._connections.get(address)
         if connection is None:
-            connection = self._trust.channel(address, CLIENT_OPTIONS)
+            connection = _Connection(self._trust.channel(address, CLIENT_OPTIONS))
             self._connections[address] = connection
+        connection.num_users += 1
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                await connection.channel_ready()
+                await connection.channel.channel_ready()
         except (TimeoutError, grpc.aio.UsageError):
-            await self._forget(address, connection)
+            connection.num_users = 0  # it is of no use to the others either
+            await self._leave(address, connection)
             raise ChannelClosed(f"{address} cannot be reached") from None
+        except BaseException:
+            await self._leave(address, connection)
+            raise
         return connection
 
-    async def _forget(self, address: str, connection: grpc.aio.Channel) -> None:
-        # Nodes come and go on ports of their own: a dead address must not cost a connection for ever.
-        if self._connections.get(address) is connection:
+    async def _leave(self, address: str, connection: _Connection) -> None:
+        connection.num_users -= 1
+        if connection.num_users <= 0 and self._connections.get(address) is connection:
             del self._connections[address]
-            await connection.close(None)
+            await connection.channel.close(None)
 
-    def _channel(self, call: Any, address: str, *, pack: Any, unpack: Any) -> GrpcChannel:
-        stream = Stream(read=call.read, write=call.write, cancel=call.cancel, pack=pack, unpack=unpack)
+    def _open_channel(self, stream: Stream, address: str, connection: _Connection) -> GrpcChannel:
         channel = GrpcChannel(stream, peer=address, send_timeout_s=self._send_timeout_s)
-        self._pumps.create_task(self._pump(channel))
+        self._open.add(channel)
+        self._pumps.create_task(self._pump(channel, address, connection))
         return channel
 
-    async def _pump(self, channel: GrpcChannel) -> None:
-        self._open.add(channel)
+    async def _pump(self, channel: GrpcChannel, address: str, connection: _Connection) -> None:
         try:
             await channel.pump()
         finally:
             self._open.discard(channel)
+            await self._leave(address, connection)

@@ -265,6 +265,28 @@ async def test_a_restarted_node_is_reached_at_once_at_its_old_address() -> None:
     await second.stop(0.0)
 
 
+async def test_a_connection_lives_as_long_as_somebody_uses_it() -> None:
+    server = GrpcServer("127.0.0.1:0")
+    await server.start(FakeNode())
+    address = f"127.0.0.1:{server.port}"
+    async with GrpcConnector() as connector:
+        work, session = await connector.work(address), await connector.session(address)
+        await connector.status(address)
+        assert connector.num_connections == 1
+        await work.close()
+        await connector.drain(address)
+        assert connector.num_connections == 1
+        await session.close()
+        await until(lambda: connector.num_connections == 0)
+        await connector.status(address)
+        assert connector.num_connections == 0
+    async with GrpcConnector(connect_timeout_s=0.1) as connector:
+        with pytest.raises(ChannelClosed):
+            await connector.work("127.0.0.1:1")
+        assert connector.num_connections == 0
+    await server.stop(0.0)
+
+
 async def test_a_malformed_message_ends_its_stream_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     node = FakeNode()
     server = GrpcServer("127.0.0.1:0")

@@ -39,6 +39,19 @@ async def test_a_link_closes_when_its_record_disappears_and_its_requests_are_tol
 
 
 @virtual
+async def test_nothing_is_remembered_of_what_was_sent_to_nodes_that_are_gone() -> None:
+    async with cluster("p1 d1") as made, reading(made, a_request()):
+        gone = made["d1"].record
+        made.registry.remove("d1")
+        made.registry.add("d1", incarnation="d1-again")
+        await asyncio.sleep(1.0)
+        made.registry.update("d1", max_model_len=17)
+        await settle()
+        load = made.links.sent.load_of(gone)
+        assert (load.sent_requests, load.freed_pages) == (0, 0)
+
+
+@virtual
 async def test_another_incarnation_at_the_same_address_is_another_link() -> None:
     async with cluster("p1 d1") as made, reading(made, a_request()) as reader:
         old = made["d1"]

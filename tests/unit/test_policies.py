@@ -159,6 +159,17 @@ def test_what_a_node_gave_back_counts_until_it_tells_and_never_as_more_than_it_h
     assert book.load_of(record).free_pages_after(FACTS) == 88
 
 
+def test_a_leg_that_ends_after_its_node_is_gone_leaves_nothing_behind() -> None:
+    book, record = SentBook(), FakeRegistry().add("d1").record
+    book.retain(())
+    book.end(record.incarnation, TransferId("r1", 1), pages=4)
+    assert book.load_of(record).freed_pages == 4
+    book.retain((record.incarnation,))
+    assert book.load_of(record).freed_pages == 4
+    book.retain(())
+    assert book.load_of(record).freed_pages == 0
+
+
 @virtual
 async def test_requests_sent_between_heartbeats_spread_over_the_nodes() -> None:
     async with cluster("p1 p2 d1 d2") as made, reading(made, a_request()), reading(made, a_request()):
