@@ -14,6 +14,21 @@ from wire.security import ClusterSecurity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LettingIn:
+    """Every instance is valid. Each field is a flag of its own, as all others."""
+
+    reserve_tokens: int = 512
+    """Tokens of growth counted on for every running request before another one is let in."""
+
+    allow_seedless: bool = False
+    """Serve prompts of prefill nodes that run another draft, or none; fewer of our drafts stand then."""
+
+    def __post_init__(self) -> None:
+        if self.reserve_tokens < 0:
+            raise ValueError(f"reserve_tokens must be at least 0, got {self.reserve_tokens}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeConfig:
     """Every instance is valid: bad values raise ValueError naming the field."""
 
@@ -59,17 +74,14 @@ class DecodeConfig:
     max_running: int = 32
     """Most requests in the running batch."""
 
-    reserve_tokens: int = 512
-    """Tokens of growth counted on for every running request before another one is let in."""
+    letting_in: Annotated[LettingIn, Parameter(name="*")] = LettingIn()
+    """Which requests join the batch, and when."""
 
     max_waiting: int = 256
     """Most requests waiting; more are rejected and the router tries elsewhere."""
 
     transport: TransportName = "auto"
     """How KV pages move: nixl, grpc, or auto (nixl where both nodes have it)."""
-
-    allow_seedless: bool = False
-    """Serve prompts of prefill nodes that run another draft, or none; fewer of our drafts stand then."""
 
     checksums: bool = False
     """Check every received page against the sender's checksum."""

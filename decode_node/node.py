@@ -23,7 +23,7 @@ async def run(config: DecodeConfig) -> None:
             build_core=lambda parts: core_of(built, parts),
             wants=lambda record: record.role == "prefill" and record.model == facts.model_name,
             may_write=lambda _, tid, page_ids: built.loop.cache.holds_lease(tid, page_ids),
-            allow_seedless=config.allow_seedless,
+            allow_seedless=config.letting_in.allow_seedless,
         ),
     )
 
@@ -39,7 +39,7 @@ def settings_of(config: DecodeConfig) -> EngineSettings:
         max_model_len=config.max_model_len,
         chunk_tokens=config.chunk_tokens,
         max_running=config.max_running,
-        reserve_tokens=config.reserve_tokens,
+        reserve_tokens=config.letting_in.reserve_tokens,
         algorithm=config.algorithm,
         draft=config.draft,
         draft_options=draft_options(config.draft_options),

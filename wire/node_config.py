@@ -79,7 +79,7 @@ def check_node_config(config: NodeConfig) -> None:
         ("max_model_len", config.max_model_len, 0),
         ("chunk_tokens", config.chunk_tokens, 1),
         ("max_running", config.max_running, 1),
-        ("max_waiting", config.max_waiting, 0),
+        ("max_waiting", config.max_waiting, 1),
         ("threads", config.threads, 0),
     ):
         _require(field, value, value >= least, f"at least {least}")

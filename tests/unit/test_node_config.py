@@ -2,7 +2,7 @@
 
 import pytest
 
-from decode_node.config import DecodeConfig
+from decode_node.config import DecodeConfig, LettingIn
 from wire.node_config import draft_options
 
 
@@ -15,3 +15,10 @@ def test_draft_options_are_read_by_name() -> None:
 def test_malformed_draft_options_are_refused_at_once(text: str) -> None:
     with pytest.raises(ValueError, match=r"draft_options must be name=value,name=value, got"):
         DecodeConfig(model="m", draft_options=text)
+
+
+def test_numbers_that_no_node_could_run_with_are_refused_before_a_model_is_read() -> None:
+    with pytest.raises(ValueError, match="max_waiting must be at least 1, got 0"):
+        DecodeConfig(model="m", max_waiting=0)
+    with pytest.raises(ValueError, match="reserve_tokens must be at least 0, got -1"):
+        LettingIn(reserve_tokens=-1)
