@@ -7,7 +7,8 @@ import asyncio
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Never
 
@@ -52,7 +53,7 @@ class Aborted(RouterError):
 class GenerationService(generate_pb2_grpc.GenerationServicer):
     """Answers end with one message that has the finish reason, usage and speculation.
 
-    A label may be in use more than once; Abort stops every request that has it.
+    A label may be in use more than once; Abort stops every request of the same user that has it.
     """
 
     def __init__(
@@ -69,17 +70,16 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
         self._new_id = new_id
         self._keys = keys
         self._tenant_header = tenant_header
-        self._aborts: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
+        self._aborts: defaultdict[tuple[str, str], set[asyncio.Event]] = defaultdict(set)
 
     async def Generate(self, request: generate_pb2.GenerateRequest, context: Any) -> None:  # type: ignore[override]  # reader/writer API
         label = request.request_id or self._new_id()
-        aborted = asyncio.Event()
-        self._aborts[label].add(aborted)
         try:
             user = self._user(context)
             user.start()
-            answer = self._answer(request, context, label=label, user=user)
-            await until_left(_raise_when(aborted, label), answer)
+            with self._abortable(user, label) as aborted:
+                answer = self._answer(request, context, label=label, user=user)
+                await until_left(_raise_when(aborted, label), answer)
         except RouterError as error:
             await _abort(context, error)
         except grpc.aio.BaseError:
@@ -87,20 +87,28 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
         except Exception:
             logger.exception("a request failed", extra=about(label))
             await context.abort(grpc.StatusCode.INTERNAL, "internal error")
-        finally:
-            self._aborts[label].discard(aborted)
-            if not self._aborts[label]:
-                del self._aborts[label]
 
     async def Abort(self, request: generate_pb2.AbortRequest, context: Any) -> generate_pb2.AbortResponse:
         try:
-            self._user(context)
+            user = self._user(context)
         except BadApiKey as error:
             await _abort(context, error)
-        running = self._aborts.get(request.request_id, set())
+        running = self._aborts.get((user.name, request.request_id), set())
         for aborted in running:
             aborted.set()
         return generate_pb2.AbortResponse(found=bool(running))
+
+    @contextmanager
+    def _abortable(self, user: User, label: str) -> Iterator[asyncio.Event]:
+        """An event that is set when the user aborts what has this label."""
+        key, aborted = (user.name, label), asyncio.Event()
+        self._aborts[key].add(aborted)
+        try:
+            yield aborted
+        finally:
+            self._aborts[key].discard(aborted)
+            if not self._aborts[key]:
+                del self._aborts[key]
 
     async def _answer(
         self, request: generate_pb2.GenerateRequest, context: Any, *, label: str, user: User

@@ -126,7 +126,9 @@ async def serve_node(config: NodeConfig, facts: NodeFacts, role: Role) -> None:
     """Run until SIGTERM or SIGINT, then drain and return. Raises EngineCrashed when the core died."""
     trust = Trust(config.security)
     server = GrpcServer(f"{config.host}:{config.port}", trust)
-    watch = NodeWatch.listening(host=config.host, port=config.monitoring.metrics_port)
+    watch = NodeWatch.listening(
+        host=config.host, port=config.monitoring.metrics_port, num_refused=lambda: trust.num_refused
+    )
     address = advertised_address(config, server.port)
     incarnation = new_incarnation()
     setup = Setup(

@@ -136,6 +136,11 @@ NODE_METRICS = (
         "Router streams dropped because they were not read.",
     ),
     counter(
+        "paceline_node_calls_refused_total",
+        "calls_refused",
+        "Calls turned away because they lacked the cluster's token.",
+    ),
+    counter(
         "paceline_node_registry_failures_total",
         "registry_failures",
         "Heartbeats that the registry did not take.",

@@ -5,6 +5,7 @@ Owns the pages and the measuring of the event loop. Must never know what a core 
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Protocol
 
 from wire.host_events import NodeStatus
@@ -34,14 +35,18 @@ class WatchedNode(Protocol):
 class NodeWatch:
     """`port` is the bound one; None: this node shows nothing."""
 
-    def __init__(self, server: MetricsServer | None) -> None:
+    def __init__(self, server: MetricsServer | None, *, num_refused: Callable[[], int]) -> None:
         self._server = server
+        self._num_refused = num_refused
         self._lag = LoopLag()
 
     @classmethod
-    def listening(cls, *, host: str, port: int) -> "NodeWatch":
-        """Port 0 takes a free one, -1 none. Raises OSError when it cannot bind."""
-        return cls(None if port < 0 else MetricsServer(host=host, port=port))
+    def listening(cls, *, host: str, port: int, num_refused: Callable[[], int] = lambda: 0) -> "NodeWatch":
+        """Port 0 takes a free one, -1 none. `num_refused`: calls turned away at the door.
+
+        Raises OSError when it cannot bind.
+        """
+        return cls(None if port < 0 else MetricsServer(host=host, port=port), num_refused=num_refused)
 
     @property
     def port(self) -> int | None:
@@ -77,7 +82,8 @@ class NodeWatch:
             status = node.last_status
         if status is None:
             return Page(body=b'{"error":"the engine has not answered yet"}', status=503)
-        reading = NodeReading(record=node.record, status=status, lag=self._lag.read())
+        more = {"calls_refused": float(self._num_refused())}
+        reading = NodeReading(record=node.record, status=status, lag=self._lag.read(), more=more)
         return Page(body=node_text(reading), content_type=CONTENT_TYPE)
 
 

@@ -162,7 +162,7 @@ class FakeHost:
 
 
 async def test_a_node_serves_metrics_and_health_over_http() -> None:
-    watch = NodeWatch.listening(host="127.0.0.1", port=0)
+    watch = NodeWatch.listening(host="127.0.0.1", port=0, num_refused=lambda: 3)
     task = asyncio.ensure_future(watch.run(FakeHost()))
     await asyncio.sleep(0)
     try:
@@ -170,6 +170,7 @@ async def test_a_node_serves_metrics_and_health_over_http() -> None:
             answer = await http.get("/metrics")
             assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
             assert series(answer.content)["paceline_node_pages"] == 8
+            assert series(answer.content)["paceline_node_calls_refused_total"] == 3
             assert (await http.get("/health")).json() == {"status": "ok"}
             ready = {"status": "ok", "role": "decode", "model": "m"}
             assert (await http.get("/ready?x=1")).json() == ready

@@ -8,7 +8,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from router.api_keys import ApiKeys
+from router.api_keys import ApiKeys, KeyEntry, digest
 from router.errors import NodesBusy
 from router.grpc_server import SERVICE, RouterGrpcServer
 from router.grpc_service import GenerationService
@@ -266,6 +266,22 @@ async def test_a_cancelled_call_closes_its_generation() -> None:
         call.cancel()
         await asyncio.wait_for(dispatcher.until_idle(), timeout=2)
     assert dispatcher.num_closed_early == 1
+
+
+async def test_nobody_aborts_another_user_s_request() -> None:
+    keys = ApiKeys([KeyEntry(name=name, sha256=digest(name)) for name in "ab"], clock=lambda: 0.0)
+    dispatcher = answering(stall_after=1)
+    async with channel(dispatcher, keys) as opened:
+        ours, theirs = ((("authorization", f"Bearer {name}"),) for name in "ab")
+        call = stub(opened).Generate(pb.GenerateRequest(text="x", request_id="r"), metadata=ours)
+        await dispatcher.until_stalled(1)
+        ask = pb.AbortRequest(request_id="r")
+        assert (await stub(opened).Abort(ask, metadata=theirs)).found is False
+        assert dispatcher.num_open == 1
+        assert (await stub(opened).Abort(ask, metadata=ours)).found is True
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            _ = [response async for response in call]
+    assert caught.value.code() is grpc.StatusCode.CANCELLED
 
 
 async def test_an_api_key_is_asked_of_every_call() -> None:
