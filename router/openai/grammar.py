@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from router.errors import BadRequest
+from router.openai.closing import closed_schema
 from router.openai.fields import Fields, refuse
 from router.requests import Constraint
 from wire.work import GrammarSpec, json_schema_grammar
@@ -59,14 +60,20 @@ def read_format(where: str, value: Any, *, nests_schema: bool = True) -> Constra
     strict = value.get("strict")
     if strict is not None and not isinstance(strict, bool):
         raise refuse(f"{where}.strict", "true or false", strict)
-    return schema_constraint(f"{where}.schema", value.get("schema"), is_strict=strict is True)
+    return schema_constraint(f"{where}.schema", value.get("schema"), is_strict=strict)
 
 
-def schema_constraint(where: str, schema: Any, *, is_strict: bool) -> Constraint:
-    """JSON that follows `schema`, which came in the field `where`. Raises BadRequest."""
+def schema_constraint(where: str, schema: Any, *, is_strict: bool | None) -> Constraint:
+    """JSON that follows `schema`, which came in the field `where`. Raises BadRequest.
+
+    `is_strict` None, nothing was said: closed as far as the schema leaves it open.
+    """
     if not isinstance(schema, dict):
         raise refuse(where, "a JSON schema, as an object", schema)
-    return _made(where, lambda: json_schema_grammar(schema, is_strict=is_strict))
+    given = _made(where, lambda: json_schema_grammar(schema, is_strict=is_strict is True))
+    if is_strict is not None:
+        return given
+    return _made(where, lambda: json_schema_grammar(closed_schema(schema), is_strict=False))
 
 
 def _structured(value: Any) -> Constraint | None:

@@ -259,16 +259,23 @@ def extension(ends: Mapping[int, Ended]) -> Json:
 
 
 def speculation(ends: Mapping[int, Ended]) -> Json:
-    """`num_spec_steps` counts rounds with drafts; the mean length includes the target's own token."""
+    """`num_spec_steps` counts rounds with drafts; the mean length includes the target's own token.
+
+    The counts of drafts have two names each: ours, and vLLM's, which load generators read.
+    """
     stats = [end.speculation for end in ends.values()]
     num_steps = sum(stat.num_steps for stat in stats)
     num_accepted = sum(stat.num_accepted for stat in stats)
+    num_drafted = sum(stat.num_drafted for stat in stats)
     length = max((len(stat.histogram) for stat in stats), default=0)
     histogram = [sum(stat.histogram[k] for stat in stats if k < len(stat.histogram)) for k in range(length)]
     return {
         "num_spec_steps": num_steps,
-        "num_drafted": sum(stat.num_drafted for stat in stats),
+        "num_drafted": num_drafted,
         "num_accepted": num_accepted,
+        "num_draft_tokens": num_drafted,
+        "num_accepted_draft_tokens": num_accepted,
+        "draft_acceptance_rate": num_accepted / num_drafted if num_drafted else 0.0,
         "mean_acceptance_length": 1 + num_accepted / num_steps if num_steps else 1.0,
         "acceptance_histogram": histogram,
     }

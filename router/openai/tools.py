@@ -41,7 +41,8 @@ class Tools:
             index, tool = next((i, t) for i, t in enumerate(self.definitions) if _name(t) == self.named)
             where = f"tools[{index}].function.parameters"
             return schema_constraint(where, _parameters(tool), is_strict=_is_strict(tool))
-        return schema_constraint("tools", self._list_schema(), is_strict=False)
+        is_open = any(_is_strict(tool) is False for tool in self.definitions)
+        return schema_constraint("tools", self._list_schema(), is_strict=False if is_open else None)
 
     def _list_schema(self) -> dict[str, Any]:
         shared: dict[str, Any] = {}
@@ -120,8 +121,9 @@ def _parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
     return tool["function"].get("parameters") or {"type": "object", "properties": {}}
 
 
-def _is_strict(tool: Mapping[str, Any]) -> bool:
-    return tool["function"].get("strict") is True
+def _is_strict(tool: Mapping[str, Any]) -> bool | None:
+    strict = tool["function"].get("strict")
+    return strict if isinstance(strict, bool) else None
 
 
 def _hoisted(where: str, parameters: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:

@@ -155,8 +155,21 @@ async def test_a_named_call_is_its_arguments_by_grammar() -> None:
     choice, schema = await forced({"tool_choice": named}, '{"city": "Bern"}')
     (call,) = choice["message"]["tool_calls"]
     assert call["function"] == {"name": "weather", "arguments": '{"city": "Bern"}'}
-    assert schema == PARAMETERS
+    assert schema == PARAMETERS | {"additionalProperties": False}
     assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("said", "is_closed"), [({}, True), ({"strict": True}, True), ({"strict": False}, False)]
+)
+async def test_arguments_are_only_those_a_tool_names_unless_it_says_it_is_not_strict(
+    said: dict[str, Any], is_closed: bool
+) -> None:
+    """LangChain's and instructor's tools say nothing, and their models need every argument to be a field."""
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS} | said}]
+    _, schema = await forced({"tool_choice": "required", "tools": tools}, "[]")
+    (call,) = schema["items"]["anyOf"]
+    assert ("additionalProperties" in call["properties"]["parameters"]) == is_closed
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from router.errors import BadRequest
-from router.openai.requests import read_chat, read_completion
+from router.openai.closing import closed_schema
+from router.openai.requests import ChatRequest, read_chat, read_completion
 from router.openai.responses import read_response
 from router.requests import Constraint
 from wire.work import GrammarSpec, json_schema_grammar
@@ -14,7 +15,14 @@ from wire.work import GrammarSpec, json_schema_grammar
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 STRICT, LOOSE = (json_schema_grammar(SCHEMA, is_strict=is_strict) for is_strict in (True, False))
+CLOSED = json_schema_grammar(SCHEMA | {"additionalProperties": False}, is_strict=False)
 OBJECT = GrammarSpec(kind="json_object")
+
+
+def schema_of(request: ChatRequest) -> Any:
+    constraint = request.wishes.options.constraint
+    assert constraint is not None
+    return json.loads(constraint.spec.value)
 
 
 def schema_format(**fields: Any) -> dict[str, Any]:
@@ -27,7 +35,7 @@ def schema_format(**fields: Any) -> dict[str, Any]:
         ("response_format", {"type": "json_object"}, OBJECT, "response_format"),
         ("response_format", schema_format(strict=True), STRICT, "response_format.json_schema.schema"),
         ("response_format", schema_format(strict=False), LOOSE, "response_format.json_schema.schema"),
-        ("response_format", schema_format(strict=None), LOOSE, "response_format.json_schema.schema"),
+        ("response_format", schema_format(strict=None), CLOSED, "response_format.json_schema.schema"),
         ("structured_outputs", {"json": SCHEMA}, STRICT, "structured_outputs.json"),
         ("structured_outputs", {"json": json.dumps(SCHEMA)}, STRICT, "structured_outputs.json"),
         ("structured_outputs", {"json_object": True, "json": None}, OBJECT, "structured_outputs.json_object"),
@@ -65,6 +73,43 @@ def test_a_response_takes_its_format_flat_and_repeats_it() -> None:
     plain = read_response({"input": "hi"})
     assert plain.wishes.options.constraint is None
     assert plain.shown["text"] == {"format": {"type": "text"}, "verbosity": "medium"}
+
+
+CLASS_SCHEMA: dict[str, Any] = {  # as pydantic makes it, where every object leaves the rest open
+    "type": "object",
+    "properties": {
+        "home": {"$ref": "#/$defs/City"},
+        "seen": {"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/City"}, {"type": "null"}]}},
+        "notes": {"type": "object", "additionalProperties": {"type": "string"}},
+        "rest": {"type": "object"},
+        "properties": {"type": "string"},
+    },
+    "required": ["home"],
+    "$defs": {"City": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}},
+}
+
+
+def test_a_schema_made_from_a_class_takes_only_what_the_class_has_unless_asked_otherwise() -> None:
+    city = CLASS_SCHEMA["$defs"]["City"] | {"additionalProperties": False}
+    closed = CLASS_SCHEMA | {"additionalProperties": False, "$defs": {"City": city}}
+    sent = schema_format(schema=CLASS_SCHEMA)  # instructor's JSON_SCHEMA mode says nothing of strictness
+    assert schema_of(read_chat({**CHAT, "response_format": sent})) == closed
+    sent = schema_format(schema=CLASS_SCHEMA, strict=False)
+    assert schema_of(read_chat({**CHAT, "response_format": sent})) == CLASS_SCHEMA
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {}}, "anyOf": [{"properties": {"b": {}}}, {"type": "object"}]},
+        {"properties": {"a": {}}, "patternProperties": {"^x": {}}},
+        {"properties": {"a": {}}, "additionalProperties": True},
+        {"type": "object", "properties": {}},
+        {"type": "object"},
+    ],
+)
+def test_an_object_that_says_more_or_names_nothing_stays_open(schema: dict[str, Any]) -> None:
+    assert closed_schema(schema) == schema
 
 
 DEEP: Any = {}
