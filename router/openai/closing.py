@@ -1,7 +1,8 @@
 """Schemas given without a word about strictness: an object takes the properties that it names, and no more.
 
-Clients that make schemas from classes (instructor, LangChain) send neither "strict" nor "additionalProperties",
-and a small model left to it goes on inventing properties. Must never know where a schema comes from.
+Clients that make schemas from classes (instructor, LangChain) send neither "strict" nor
+"additionalProperties", and a small model left to it goes on inventing properties.
+Must never know where a schema comes from.
 """
 
 from collections.abc import Mapping

@@ -42,7 +42,9 @@ def _message(where: str, value: Any) -> Message:
         raise refuse(f"{where}.tool_calls", "left out unless the role is assistant", value["tool_calls"])
     if role == "tool":
         message["tool_call_id"] = _text(f"{where}.tool_call_id", value.get("tool_call_id"))
-    if "tool_calls" not in message or value.get("content") is not None:
+    if "tool_calls" in message and value.get("content") is None:
+        message["content"] = ""  # clients send calls back with null; many templates add to it without asking
+    else:
         message["content"] = _content(f"{where}.content", value.get("content"))
     if value.get("name") is not None:
         message["name"] = _text(f"{where}.name", value["name"])

@@ -200,3 +200,17 @@ async def test_what_no_grammar_can_hold_to_is_refused_by_name(fields: dict[str, 
     response = await post(dispatcher, "/v1/chat/completions", body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
     assert dispatcher.requests == []
+
+
+async def test_calls_can_be_sent_back_with_their_answers_as_the_openai_client_does() -> None:
+    """Its messages of calls have null for content, which SmolLM2's template adds to a string."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    said = [
+        *CHAT["messages"],
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "noon"},
+    ]
+    dispatcher = FakeDispatcher(script=(*ids_of("It is noon."), EOS))
+    response = await post(dispatcher, "/v1/chat/completions", {"messages": said})
+    assert response.status_code == 200, response.text
+    assert response.json()["choices"][0]["message"]["content"] == "It is noon."

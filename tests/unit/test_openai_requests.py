@@ -164,7 +164,7 @@ def test_calls_and_their_results_reach_the_template() -> None:
     shown = call | {"function": {"name": "f", "arguments": {"a": [1]}}}
     assert read_chat({"messages": messages}).messages == (
         {"role": "user", "content": "x"},
-        {"role": "assistant", "reasoning_content": "hm", "tool_calls": [shown]},
+        {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [shown]},
         {"role": "tool", "tool_call_id": "c1", "content": "42"},
     )
 
