@@ -57,7 +57,9 @@ def read_format(where: str, value: Any, *, nests_schema: bool = True) -> Constra
         where, value = f"{where}.json_schema", value.get("json_schema")
         if not isinstance(value, dict):
             raise refuse(where, "an object with a schema", value)
-    strict = value.get("strict")
+    name, strict = value.get("name", ""), value.get("strict")
+    if not isinstance(name, str):
+        raise refuse(f"{where}.name", "a string", name)
     if strict is not None and not isinstance(strict, bool):
         raise refuse(f"{where}.strict", "true or false", strict)
     return schema_constraint(f"{where}.schema", value.get("schema"), is_strict=strict)

@@ -139,6 +139,11 @@ for _ in range(200):
             "true or false",
         ),
         (
+            {"response_format": schema_format(name=7)},
+            "response_format.json_schema.name",
+            "must be a string, got 7",
+        ),
+        (
             {"response_format": schema_format(schema={"not": {}})},
             "response_format.json_schema.schema",
             "cannot be used: schema must not use 'not'",
