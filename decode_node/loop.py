@@ -65,6 +65,7 @@ from wire.intake import PAIR_REFUSED, Intake, rejected, tid_of
 from wire.link_table import LinkTable
 from wire.records import Load
 from wire.tally import Tallies
+from wire.transfer_counts import TransferCounts, faults_of
 from wire.work import (
     Accepted,
     Cancel,
@@ -108,7 +109,7 @@ class DecodeLoop:
         self._counters: Counter[str] = Counter()
         self._steps = 0
         self._times = Tallies("queue_s", "decode_s")
-        self._transfer_s = 0.0
+        self._transferred = TransferCounts(self._counters, self._times)
         self._is_draining = False
         self._now = 0.0
         self._clock = clock
@@ -218,7 +219,7 @@ class DecodeLoop:
             case Heartbeat():
                 pass
             case _:
-                self._counters["protocol_faults"] += 1
+                self._transferred.unexpected()
                 self._drop(peer, f"unexpected {type(message).__name__}")
 
     def _lose(self, peer: Incarnation, reason: str) -> None:
@@ -252,7 +253,6 @@ class DecodeLoop:
             self._count_prefix(request)
             self._links.emit(PromptInfo(tid=tid_of(request), cached_tokens=request.num_cached_tokens))
         for request in result.preempted:
-            self._counters["preempted"] += 1
             self._end(Preempted(tid=tid_of(request), next_index=request.num_outputs))
         self._now = self._after_step(now)
         for progress in result.progress:
@@ -355,8 +355,7 @@ class DecodeLoop:
         transport = (
             "" if account is None or account.peer is None else self._peers.transport_name(account.peer)
         )
-        self._counters[f"transfer_failed_{action.code}"] += 1
-        self._counters[f"transfer_failures/{transport or 'none'}/{action.code}"] += 1
+        self._transferred.failed(transport, action.code)
 
     def _unlease(self, tid: TransferId) -> None:
         """The transfer will not join: let go of the cached prefix it stood on."""
@@ -387,11 +386,7 @@ class DecodeLoop:
         account.kv_bytes = len(action.page_ids) * terms.copy_bytes
         account.transport = terms.transport
         self._counters["joined"] += 1
-        self._counters["kv_bytes_received"] += account.kv_bytes
-        self._transfer_s += action.transfer_s
-        self._counters[f"transfers/{account.transport}"] += 1
-        self._counters[f"transfer_bytes/{account.transport}"] += account.kv_bytes
-        self._times.observe(f"transfer_s/{account.transport}", action.transfer_s)
+        self._transferred.done(account.transport, num_bytes=account.kv_bytes, seconds=action.transfer_s)
 
     # reports
 
@@ -468,11 +463,7 @@ class DecodeLoop:
                 **self._engine.counters.as_dict(),
                 **self._counters,
                 "rejected": self._arrivals.num_rejected,
-                **{
-                    f"transfer_faults/{fault}": float(count)
-                    for fault, count in self._transfers.faults.items()
-                },
-                "kv_transfer_seconds": self._transfer_s,
+                **faults_of(self._transfers.faults),
             },
             peers=self._peers.states(),
             distributions=self._times.read(),

@@ -64,6 +64,7 @@ from wire.intake import INVALID, PAIR_REFUSED, Intake, tid_of
 from wire.link_table import LinkTable
 from wire.records import Load
 from wire.tally import Tallies
+from wire.transfer_counts import TransferCounts, faults_of
 from wire.work import Accepted, Cancel, Failed, Finished, PromptInfo, PromptLogprobs, Submit, Tokens
 
 _POLL_S = 0.0005
@@ -105,7 +106,7 @@ class PrefillLoop:
         self._counters: Counter[str] = Counter()
         self._steps = 0
         self._times = Tallies("queue_s", "prefill_s")
-        self._transfer_s = 0.0
+        self._transferred = TransferCounts(self._counters, self._times)
         self._is_draining = False
         self._now = 0.0
         self._clock = clock
@@ -211,7 +212,7 @@ class PrefillLoop:
             case CancelTransfer():
                 self._do(self._transfers.cancel_transfer(peer, message, now=self._now))
             case _:
-                self._counters["protocol_faults"] += 1
+                self._transferred.unexpected()
                 self._drop(peer, f"unexpected {type(message).__name__}")
 
     def _lose(self, peer: Incarnation, reason: str) -> None:
@@ -355,14 +356,10 @@ class PrefillLoop:
 
     def _handed_over(self, action: HandoverDone) -> None:
         self._counters["handed_over"] += 1
-        self._transfer_s += action.transfer_s
         account = self._accounts[action.tid]
         kv_bytes = action.num_pages * self._peers.copy_bytes(account.peer)
-        self._counters["kv_bytes_sent"] += kv_bytes
         transport = self._peers.transport_name(account.peer)
-        self._counters[f"transfers/{transport}"] += 1
-        self._counters[f"transfer_bytes/{transport}"] += kv_bytes
-        self._times.observe(f"transfer_s/{transport}", action.transfer_s)
+        self._transferred.done(transport, num_bytes=kv_bytes, seconds=action.transfer_s)
         self._links.emit(
             self._finished(
                 account,
@@ -397,11 +394,10 @@ class PrefillLoop:
         )
 
     def _fail(self, action: Fail | Refuse) -> None:
-        self._counters[f"transfer_failed_{action.code}"] += 1
         self._counters[f"failed/{action.code}"] += 1
         account = self._accounts.get(action.tid)
         transport = "" if account is None else self._peers.transport_name(account.peer)
-        self._counters[f"transfer_failures/{transport or 'none'}/{action.code}"] += 1
+        self._transferred.failed(transport, action.code)
         self._links.emit(
             Failed(tid=action.tid, code=action.code, retryable=action.retryable, reason=action.reason)
         )
@@ -429,11 +425,7 @@ class PrefillLoop:
                 **self._engine.counters.as_dict(),
                 **self._counters,
                 "rejected": self._arrivals.num_rejected,
-                **{
-                    f"transfer_faults/{fault}": float(count)
-                    for fault, count in self._transfers.faults.items()
-                },
-                "kv_transfer_seconds": self._transfer_s,
+                **faults_of(self._transfers.faults),
             },
             peers=self._peers.states(),
             distributions=self._times.read(),

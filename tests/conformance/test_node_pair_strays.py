@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kv_transfer.ids import Incarnation, TransferId
-from kv_transfer.messages import Reserve
+from kv_transfer.messages import Drained, Renew, Reserve
 from tests.conformance.test_loop import prompt_of, reference
 from tests.node_pair import LINK, NodePair
 from wire.host_events import DropPeer, HostEvent, LinkMessage, PeerMessage
@@ -52,6 +52,19 @@ def test_reserve_of_a_peer_that_p_just_dropped_writes_nothing(is_reserve_first: 
         pair.prefill.handle(event, pair.now)
     for _ in range(5):
         pair.prefill.step(pair.now)
+    check_still_works(pair)
+
+
+def test_a_message_of_the_wrong_role_is_a_counted_fault_and_costs_the_session() -> None:
+    pair = NodePair()
+    for core, peer, message in (
+        (pair.prefill, D, Drained(tid=STRAY)),
+        (pair.decode, Incarnation("P"), Renew(tids=(STRAY,))),
+    ):
+        core.handle(PeerMessage(peer=peer, message=message), pair.now)
+        dropped = [output for output in core.take_outputs() if isinstance(output, DropPeer)]
+        assert [output.peer for output in dropped] == [peer]
+        assert core.status().counters["transfer_faults/unexpected_message"] == 1
     check_still_works(pair)
 
 

@@ -59,7 +59,7 @@ class GenerationServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Stops a request by the id the caller gave; unknown ids are not an error.
+        """Stops the caller's own requests with this id; unknown ids are not an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -37,7 +37,7 @@ class GenerationStub:
     paceline-code, paceline-param and retry-after.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_generate_pb2.AbortRequest, _generate_pb2.AbortResponse]
-    """Stops a request by the id the caller gave; unknown ids are not an error."""
+    """Stops the caller's own requests with this id; unknown ids are not an error."""
 
 @_typing.type_check_only
 class GenerationAsyncStub(GenerationStub):
@@ -48,7 +48,7 @@ class GenerationAsyncStub(GenerationStub):
     paceline-code, paceline-param and retry-after.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_generate_pb2.AbortRequest, _generate_pb2.AbortResponse]  # type: ignore[assignment]
-    """Stops a request by the id the caller gave; unknown ids are not an error."""
+    """Stops the caller's own requests with this id; unknown ids are not an error."""
 
 class GenerationServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -68,6 +68,6 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
         request: _generate_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generate_pb2.AbortResponse, _abc.Awaitable[_generate_pb2.AbortResponse]]:
-        """Stops a request by the id the caller gave; unknown ids are not an error."""
+        """Stops the caller's own requests with this id; unknown ids are not an error."""
 
 def add_GenerationServicer_to_server(servicer: GenerationServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
