@@ -61,8 +61,10 @@ class CallReader:
         self._index = index
         self._nesting = _Nesting()
         self._raw = ""
+        self._is_begun = False
         self._key: str | None = None
         self._token = ""
+        self._is_streaming = False  # the value in hand is the arguments, given out as they come
         self.is_named = False
         self._waiting = ""
         self._has_arguments = False
@@ -71,7 +73,6 @@ class CallReader:
         """Parts, and what follows the object: None while it goes on."""
         parts: list[Part] = []
         for end, char in enumerate(text, start=1):
-            self._raw += char
             is_top = self._nesting.depth == 1 and not self._nesting.is_string
             self._nesting.take(char)
             if not is_top or char not in ",:}":
@@ -81,7 +82,9 @@ class CallReader:
             elif char != ":":
                 self._end_value(parts)
             if self._nesting.depth <= 0 and not self._nesting.is_string:
+                self._raw += text[:end]
                 return parts + self._end(), text[end:]
+        self._raw += text
         return parts, None
 
     def finish(self) -> list[Part]:
@@ -89,14 +92,15 @@ class CallReader:
         return [] if self.is_named else [Content(self._raw)]
 
     def _grow(self, char: str, parts: list[Part]) -> None:
-        if self._nesting.depth == 1 and char == "{" and not self._raw[:-1].strip():
-            return  # the object's own brace
-        self._token += char
-        if self._is_arguments():
+        if not self._is_begun:
+            self._is_begun = True  # the object's own brace
+        elif self._is_streaming:
             self._stream(char, parts)
-
-    def _is_arguments(self) -> bool:
-        return self._key in _ARGUMENT_KEYS and self._token.lstrip(_BLANKS).startswith("{")
+        else:
+            self._token += char
+            if self._key in _ARGUMENT_KEYS and self._token.lstrip(_BLANKS) == "{":
+                self._is_streaming = True
+                self._stream(char, parts)
 
     def _stream(self, char: str, parts: list[Part]) -> None:
         if char in _BLANKS and self._nesting.depth == 1 and not self._nesting.is_string:
@@ -119,7 +123,7 @@ class CallReader:
         elif key in _ARGUMENT_KEYS and not self._has_arguments and token not in ("", "null"):
             self._has_arguments = True
             self._argue(self._decoded_string() or token, parts)
-        self._key, self._token = None, ""
+        self._key, self._token, self._is_streaming = None, "", False
 
     def _end(self) -> list[Part]:
         if not self.is_named:
