@@ -12,6 +12,7 @@ settings.load_profile("paceline")
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@pytest.hookimpl(tryfirst=True)  # before the plug-in that reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Which tests one worker must run together: a module's, and all that share the cluster of four pairs."""
     for item in items:

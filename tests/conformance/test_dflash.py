@@ -165,9 +165,11 @@ class Watched(DflashProposer):
     def __init__(self, config: DflashConfig) -> None:
         super().__init__(config)
         self.log: list[tuple[int, int, tuple[int, ...]]] = []
+        self.keys: list[str] = []  # whose the entries of the log are
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Proposal]:
         proposals = super().propose(requests, limits)
+        self.keys += [str(request.key) for request in requests]
         self.log += [
             (request.tokens[-1], request.num_committed, proposal.token_ids)
             for request, proposal in zip(requests, proposals, strict=True)
@@ -289,30 +291,33 @@ def trained_engine(proposer: DflashProposer) -> EngineLoop:
         head_dim=config.head_dim,
     )
     layout = build_layout(page_size=16, dtype="float32", pools=[target, *proposer.needs.draft_kv])
-    pool = PagePool(layout, 32, torch.device("cpu"))
+    pool = PagePool(layout, 96, torch.device("cpu"))
     pool.storage.view(torch.float32).fill_(1e4)
     return EngineLoop(
         model=model,
         pool=pool,
-        cache=KvCache(num_pages=32, page_size=16, fingerprint="smollm2"),
+        cache=KvCache(num_pages=96, page_size=16, fingerprint="smollm2"),
         proposer=proposer,
-        limits=SchedulerLimits(max_running=1, chunk_tokens=64),
+        limits=SchedulerLimits(max_running=5, chunk_tokens=64),
     )
 
 
-@pytest.mark.parametrize("index", range(5))
-def test_recorded_rounds_of_the_trained_head_are_reproduced(index: int) -> None:
+def test_recorded_rounds_of_the_trained_head_are_reproduced() -> None:
+    """All prompts at once: company changes no round."""
     recorded = json.loads(TRACES.read_text())
-    trace = recorded["traces"][index]
+    traces = {str(trace["line"]): trace for trace in recorded["traces"]}
+    assert len(traces) == 5
     proposer = Watched(DflashConfig(draft=str(HEAD)))
-    request = make_request(
-        "r", trace["prompt_ids"], max_tokens=recorded["max_new_tokens"] + 6, stop_token_ids=(recorded["eos"],)
-    )
-    history = run(trained_engine(proposer), [request])["r"]
-    assert tokens_of(history)[: recorded["max_new_tokens"]] == trace["output_ids"]
-    assert len(proposer.log) >= len(trace["rounds"])
-    decoded = zip(proposer.log, history[-len(proposer.log) :], trace["rounds"], strict=False)
-    for (root, committed, drafted), progress, wanted in decoded:
-        found = {"root": root, "committed": committed, "drafted": list(drafted)}
-        found |= {"num_accepted": progress.num_accepted, "emitted": list(progress.tokens)}
-        assert found == wanted
+    options = {"max_tokens": recorded["max_new_tokens"] + 6, "stop_token_ids": (recorded["eos"],)}
+    requests = [make_request(key, trace["prompt_ids"], **options) for key, trace in traces.items()]
+    histories = run(trained_engine(proposer), requests)
+    for key, trace in traces.items():
+        history = histories[key]
+        assert tokens_of(history)[: recorded["max_new_tokens"]] == trace["output_ids"]
+        log = [entry for whose, entry in zip(proposer.keys, proposer.log, strict=True) if whose == key]
+        assert len(log) >= len(trace["rounds"])
+        decoded = zip(log, history[-len(log) :], trace["rounds"], strict=False)
+        for (root, committed, drafted), progress, wanted in decoded:
+            found = {"root": root, "committed": committed, "drafted": list(drafted)}
+            found |= {"num_accepted": progress.num_accepted, "emitted": list(progress.tokens)}
+            assert found == wanted

@@ -7,7 +7,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,7 +97,7 @@ class Router:
         return answer
 
 
-async def chunks_of(http: httpx.AsyncClient, body: Json) -> AsyncIterator[Json]:
+async def chunks_of(http: httpx.AsyncClient, body: Json) -> AsyncGenerator[Json]:
     """The events of a streamed completion; the stream must end with [DONE]."""
     async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
         assert response.status_code == 200, await response.aread()

@@ -8,6 +8,7 @@ import os
 import random
 import time
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
 
 import httpx
@@ -90,8 +91,9 @@ class Soak:
             "return_token_ids": True,
         }
         ids: list[int] = []
-        async for chunk in chunks_of(self._http, body):
-            ids += chunk["choices"][0].get("token_ids", [])
+        async with aclosing(chunks_of(self._http, body)) as chunks:
+            async for chunk in chunks:
+                ids += chunk["choices"][0].get("token_ids", [])
         return ids
 
 
