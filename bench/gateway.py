@@ -140,7 +140,8 @@ async def _send(rig: Rig, config: GatewayBench, words: Words, *, num_requests: i
     spec = LoadSpec(
         host="127.0.0.1",
         port=rig.port,
-        prompt_ids=words.ids[:NUM_PROMPT_TOKENS],
+        prompt_ids=(),
+        prompt="".join(words.texts[:NUM_PROMPT_TOKENS]),
         max_tokens=config.tokens,
         num_requests=num_requests,
         concurrency=config.concurrency,

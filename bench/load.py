@@ -30,7 +30,7 @@ class LoadSpec:
     """`direct` is a stub's address: then each request is followed by a direct call on it.
 
     words: the answers are made of these, which tell the time (see `bench.ticks`); empty: they are not read.
-    model: named in the requests unless empty.
+    model: named in the requests unless empty. prompt: the text to send instead of `prompt_ids`.
     """
 
     host: str
@@ -42,6 +42,7 @@ class LoadSpec:
     direct: str = ""
     words: tuple[str, ...] = ()
     model: str = ""
+    prompt: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -238,7 +239,7 @@ def request_bytes(spec: LoadSpec) -> bytes:
     body = json.dumps(
         {
             **({"model": spec.model} if spec.model else {}),
-            "prompt": spec.prompt_ids,
+            "prompt": spec.prompt or spec.prompt_ids,
             "max_tokens": spec.max_tokens,
             "temperature": 0,
             "ignore_eos": True,
