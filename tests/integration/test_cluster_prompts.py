@@ -22,6 +22,7 @@ A_FEW_EACH: Json = {"prompt": WORDS, "n": 3, "temperature": 0, "max_tokens": 2}
 
 
 async def test_lists_of_prompts_keep_their_places_and_count_once(four_pairs: FourPairs) -> None:
+    """R01 of the reports from the field."""
     assert len(WORDS) == 33
     whole = await four_pairs.router.complete(**A_FEW_EACH)
     texts = {choice["index"]: choice["text"] for choice in whole["choices"]}

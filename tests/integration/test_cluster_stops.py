@@ -49,6 +49,7 @@ async def streamed(pairs: FourPairs, **body: Any) -> Json:
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3])
 async def test_max_tokens_is_exact(four_pairs: FourPairs, reference: Reference, max_tokens: int) -> None:
+    """K07 of the reports from the field, as is the stop at the first token."""
     expected = counting(reference)[:max_tokens]
     answer = await four_pairs.router.complete(prompt=COUNTING, max_tokens=max_tokens, **ON_EVERY_PAIR)
     check(answer, expected, text_of(expected), "length")
