@@ -10,7 +10,7 @@ from tests.unit.test_http import CHAT, COMPLETION, EOS, TEXT, answering, client,
 
 JSON = {"content-type": "application/json"}
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-# Refused here; what only the compiler can refuse comes back from a node as a 400 (conformance/test_grammar_pair.py).
+# Refused here. What only the compiler can refuse comes back from a node as a 400 (test_grammar_pair.py).
 UNCOMPILABLE = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}
 
 
