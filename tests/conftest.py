@@ -12,14 +12,6 @@ settings.load_profile("paceline")
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.hookimpl(tryfirst=True)  # before the plug-in that reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Which tests one worker must run together: a module's, and all that share the cluster of four pairs."""
-    for item in items:
-        is_shared = isinstance(item, pytest.Function) and "four_pairs" in item.fixturenames
-        item.add_marker(pytest.mark.xdist_group("four_pairs" if is_shared else f"{item.path}"))
-
-
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The folder of the source tree."""
