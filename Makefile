@@ -1,7 +1,7 @@
 # Every target does the set-up it needs. Stamps in $(VENV) remember what is done.
 #   make demo [PROMPT="..."]   a cluster, one answer, a summary
 #   make up                    a cluster that stays
-#   make test [ARGS="..."]     the tests: those of clusters alone, all others in two processes (WORKERS=0: in one)
+#   make test [ARGS="..."]     the tests, in two processes (WORKERS=0: in one)
 #   make check                 formatting, lint, layers, types, stubs, then the tests
 #   make bench                 throughput, latency and transfer numbers
 
@@ -69,15 +69,7 @@ test: export OMP_NUM_THREADS ?= 1
 test: export OMP_WAIT_POLICY ?= passive
 test: export GOMP_SPINCOUNT ?= 0
 test: dev
-ifneq ($(strip $(ARGS)),)
-	@$(BIN)/python -m pytest $(ARGS)
-else
-	@# Clusters of processes are tested alone: next to other work they would miss the times they are held to.
-	@status=0; \
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --ignore tests/integration || status=1; \
-	$(BIN)/python -m pytest tests/integration || status=1; \
-	exit $$status
-endif
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 static: check-format check-lint check-layers check-types check-generated check-budgets
 
