@@ -25,10 +25,6 @@ class _Calls:
         self._reader: CallReader | None = None
         self.num_calls = 0
 
-    @property
-    def is_inside(self) -> bool:
-        return self._reader is not None
-
     def push(self, text: str) -> tuple[list[Part], str]:
         """Parts, and what is left when something else than an object comes: "" while all was taken."""
         parts: list[Part] = []
