@@ -69,7 +69,7 @@ test: export OMP_NUM_THREADS ?= 1
 test: export OMP_WAIT_POLICY ?= passive
 test: export GOMP_SPINCOUNT ?= 0
 test: dev
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(ARGS)
 
 static: check-format check-lint check-layers check-types check-generated check-budgets
 

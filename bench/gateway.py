@@ -19,10 +19,11 @@ from bench import stub_node, stub_openai, table
 from bench.gateway_config import GatewayBench
 from bench.load import LoadSpec
 from bench.router import plain_ids
-from bench.servers import cpu_s, free_port, module, output_of, registry, running, until_ok
+from bench.servers import cpu_s, module, output_of, registry, running, until_ok
 from bench.stats import percentile
 from deploy import models
 from deploy.local import Report
+from deploy.ports import free_port
 from deploy.processes import Child, Command
 from router.text.tokenizer import Tokenizer
 

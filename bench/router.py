@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.load import LoadSpec
-from bench.servers import cpu_s, free_port, module, output_of, registry, running, until_ok
+from bench.servers import cpu_s, module, output_of, registry, running, until_ok
 from bench.stats import percentile, summary
 from bench.stub_node import StubConfig, command_line
 from deploy.local import Report
+from deploy.ports import free_port
 from deploy.processes import Child
 from router.text.tokenizer import Tokenizer
 

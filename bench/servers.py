@@ -5,7 +5,6 @@ Owns ports, readiness and CPU time of processes. Must never know what is measure
 
 import asyncio
 import os
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -16,6 +15,7 @@ import httpx
 
 from deploy.errors import DeployError, NotReady
 from deploy.local import registry_binary
+from deploy.ports import free_port
 from deploy.processes import Child, Command
 
 POLL_S = 0.1
@@ -24,13 +24,6 @@ GRACE_S = 5.0
 
 class MeasurementFailed(DeployError):
     """A measuring process ended badly."""
-
-
-def free_port() -> int:
-    """A port nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @asynccontextmanager

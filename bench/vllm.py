@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.contenders import Contender, Wave, server
-from bench.servers import free_port, module, running, until_ok
+from bench.servers import module, running, until_ok
 from deploy.local import Report
+from deploy.ports import free_port
 from deploy.processes import Child, Command, cores
 
 READY_TIMEOUT_S = 400.0

@@ -6,7 +6,6 @@ to each other.
 
 import asyncio
 import json
-import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -19,6 +18,7 @@ import httpx
 from deploy import models
 from deploy.config import UpConfig
 from deploy.errors import DeployError, NotReady
+from deploy.ports import free_port
 from deploy.processes import Child, Command, cores
 from deploy.threads import thread_environment
 
@@ -53,11 +53,10 @@ async def local_cluster(
     model = models.resolve(config.model, report=report)
     log_dir = _folder(config.log_dir)
     report(f"logs: {log_dir}")
-    ports = _free_ports()
-    port, grpc_port = config.port or next(ports), config.grpc_port or next(ports)
-    registry_port = next(ports)
+    port, grpc_port = config.port or free_port(), config.grpc_port or free_port()
+    registry_port = free_port()
     registry = config.registry or f"redis://127.0.0.1:{registry_port}/0"
-    commands = _Commands(config=config, model=model, registry_url=registry, file=file, ports=ports)
+    commands = _Commands(config=config, model=model, registry_url=registry, file=file)
     children: list[Child] = []
     try:
         for command in (
@@ -89,7 +88,6 @@ class _Commands:
     model: Path
     registry_url: str
     file: Path | None
-    ports: Iterator[int]
 
     def registry(self, port: int, folder: Path) -> Iterator[Command]:
         """An embedded server that keeps nothing, unless the user named one."""
@@ -126,7 +124,7 @@ class _Commands:
         options = {
             "--model": f"{self.model}",
             "--host": "127.0.0.1",
-            "--port": f"{next(self.ports)}",
+            "--port": f"{free_port()}",
             "--registry": self.registry_url,
             "--threads": f"{threads}",
             "--dtype": self.config.dtype,
@@ -261,18 +259,6 @@ def _folder(name: str) -> Path:
     folder = Path(name or tempfile.mkdtemp(prefix="paceline-")).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def _free_ports() -> Iterator[int]:
-    """Ports nobody listens on now; held until taken so that none comes twice."""
-    taken: set[int] = set()
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
-        if port not in taken:
-            taken.add(port)
-            yield port
 
 
 def _reachable(host: str) -> str:

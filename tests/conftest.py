@@ -6,10 +6,21 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.scratch import scratch
+from tests.split import SplitByCluster
+
 settings.register_profile("paceline", deadline=None, print_blob=True)  # a busy machine is no failure
 settings.load_profile("paceline")
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> SplitByCluster:
+    return SplitByCluster(config, log)
+
+
+def pytest_unconfigure() -> None:
+    scratch().cleanup()
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 
 import torch
 
@@ -21,6 +20,7 @@ from speculative.null import NullConfig, NullProposer
 from speculative.policy import DraftPolicy, prepare
 from speculative.progress import Progress
 from speculative.proposer import Proposer
+from tests.scratch import new_folder
 from tests.tiny_models import save_tiny
 
 VOCAB_SIZE = 256
@@ -29,7 +29,7 @@ UNWRITTEN = 1e4
 
 @cache
 def tiny_folder(family: str = "llama") -> Path:
-    return save_tiny(family, Path(mkdtemp(prefix="paceline-tiny-")) / family)
+    return save_tiny(family, new_folder(family))
 
 
 @cache

@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from speculative.drafts.folder import open_draft
 from speculative.standalone import StandaloneConfig, StandaloneProposer
 from tests.conformance.test_loop import LENGTHS, prompt_of, reference
 from tests.engines import VOCAB_SIZE, tiny_folder, tiny_model
+from tests.scratch import new_folder
 from tests.tiny_drafts import Random
 from tests.tiny_models import build_tiny
 
@@ -97,7 +97,7 @@ def draft_ids() -> torch.Tensor:
 
 
 def save_draft(config: Mapping[str, Any], tensors: Tensors, *, name: str = "draft") -> Path:
-    folder = Path(mkdtemp(prefix="paceline-draft-")) / name
+    folder = new_folder(name)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(dict(config)))
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / "model.safetensors")
@@ -129,7 +129,7 @@ def standalone_folder(kind: str) -> Path:
     of other depth, heads and widths."""
     if kind == "same":
         return tiny_folder()
-    folder = Path(mkdtemp(prefix="paceline-draft-")) / kind
+    folder = new_folder(kind)
     if kind == "other":
         build_tiny(
             "qwen3_tied", seed=4, num_hidden_layers=2, hidden_size=32, num_attention_heads=6

@@ -8,7 +8,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from engine.pool import PagePool
 from speculative.eagle3 import Eagle3Config, Eagle3Draft
 from tests.conformance.test_loop import LENGTHS, prompt_of
 from tests.engines import VOCAB_SIZE, make_engine, make_request, run, tiny_model
+from tests.scratch import new_folder
 
 Tensors = dict[str, torch.Tensor]
 
@@ -50,10 +50,6 @@ def save_draft(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> Pat
         {name: tensor.contiguous().clone() for name, tensor in tensors.items()}, folder / "model.safetensors"
     )
     return folder
-
-
-def new_folder(name: str) -> Path:
-    return Path(mkdtemp(prefix="paceline-draft-")) / name
 
 
 class Random:

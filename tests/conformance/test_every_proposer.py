@@ -4,8 +4,6 @@ any page size, and KV that is that of a fresh prefill of the accepted text."""
 import random
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from tempfile import mkdtemp
 
 import pytest
 import torch
@@ -18,7 +16,8 @@ from tests.conformance.test_loop import LENGTHS, prompt_of
 from tests.draft_claims import check_preemption, check_release, check_stop, kv_of_slots, rounds_of
 from tests.engines import make_engine, make_request, run, tokens_of
 from tests.every_proposer import NAMES, TREE, drafter, every_drafter
-from tests.tiny_drafts import eagle3_config, eagle3_tensors, new_folder, save_draft
+from tests.scratch import new_folder
+from tests.tiny_drafts import eagle3_config, eagle3_tensors, save_draft
 from tests.tiny_models import save_tiny
 
 
@@ -63,7 +62,7 @@ SHAPES = tuple(
 
 @cache
 def target(family: str, seed: int) -> LoadedModel:
-    folder = save_tiny(family, Path(mkdtemp(prefix="paceline-tiny-")) / family, seed=seed)
+    folder = save_tiny(family, new_folder(family), seed=seed)
     return load_model(folder, dtype="float32", device="cpu")
 
 

@@ -25,13 +25,13 @@ from tests.draft_claims import Rounds, rounds_of
 from tests.engines import VOCAB_SIZE, make_engine, make_request, run, tiny_folder, tokens_of
 from tests.every_proposer import NAMES, Drafter, drafter
 from tests.node_pair import NodePair
+from tests.scratch import new_folder
 from tests.tiny_block_drafts import standalone_folder
 from tests.tiny_drafts import (
     WIDTH,
     Tensors,
     eagle3_config,
     eagle3_tensors,
-    new_folder,
     save_draft,
     target,
     tiny_draft,

@@ -1,8 +1,8 @@
 """Field reports S06 (penalties and min_tokens under speculation) and S08 (seeds) as tests of the loop.
 
-Elsewhere: that S06's repetition_penalty 0 answers 400, `tests/integration/test_cluster_requests.py`; S08 (d),
-the law of tokens two and three, `test_law.py` and `test_law_exhaustive.py`; S08 where drafts are drawn,
-`test_acceptance.py`; that a request without a seed gets one of its own, `tests/unit/test_http.py`.
+Elsewhere: that S06's repetition_penalty 0 answers 400, `integration/four_pairs/test_cluster_requests.py`;
+S08 (d), the law of tokens two and three, `test_law.py` and `test_law_exhaustive.py`; S08 where drafts are
+drawn, `test_acceptance.py`; that a request without a seed gets one of its own, `tests/unit/test_http.py`.
 """
 
 from collections.abc import Mapping, Sequence

@@ -25,8 +25,9 @@ from tests.draft_claims import Rounds, rounds_of
 from tests.engines import make_engine, make_request, run, tokens_of
 from tests.fakes_transport import Bench, make_bench
 from tests.node_pair import LINK, NodePair
+from tests.scratch import new_folder
 from tests.tiny_block_drafts import dflash_folder, standalone
-from tests.tiny_drafts import CONFIG, eagle_tensors, new_folder, save_draft, tiny_draft
+from tests.tiny_drafts import CONFIG, eagle_tensors, save_draft, tiny_draft
 from wire.host_events import LinkMessage
 from wire.work import Finished, PromptInfo, SamplingParams, Submit, Tokens
 

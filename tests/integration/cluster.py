@@ -16,9 +16,10 @@ from typing import Any
 import httpx
 import msgspec
 
+from deploy.ports import free_port
 from deploy.processes import Child, Command
 from deploy.threads import thread_environment
-from tests.valkey import free_port, running_valkey
+from tests.valkey import running_valkey
 from wire.channel import ChannelClosed
 from wire.gen.node_pb2 import StatusResponse
 from wire.grpc_client import GrpcConnector
@@ -28,8 +29,9 @@ Json = dict[str, Any]
 
 POLL_S = 0.02
 START_S = 90.0
-SETTLE_S = 20.0
+SETTLE_S = 30.0
 GRACE_S = 10.0
+PATIENCE_S = 30.0  # a node may be slow to say how it is while others use its cores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +207,10 @@ async def running_cluster(
     model: Path, log_dir: Path, *, security: ClusterSecurity | None = None
 ) -> AsyncIterator[Cluster]:
     """A registry and no node yet; all processes end with the context. `security`: how the test asks nodes."""
-    async with running_valkey() as valkey, GrpcConnector(Trust(security)) as connector:
+    async with (
+        running_valkey() as valkey,
+        GrpcConnector(Trust(security), connect_timeout_s=PATIENCE_S) as connector,
+    ):
         cluster = Cluster(registry=valkey.url, model=model, log_dir=log_dir, connector=connector)
         try:
             yield cluster

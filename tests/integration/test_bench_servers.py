@@ -12,10 +12,11 @@ import pytest
 
 from bench.contenders import Wave
 from bench.openai import OpenAi
-from bench.servers import free_port, running
+from bench.servers import running
 from bench.vllm import Paused
 from bench.vllm_pair import Address, PairFront
 from deploy.errors import GatewayError
+from deploy.ports import free_port
 from deploy.processes import Child, Command
 
 Answer = Callable[[dict[str, Any]], bytes]

@@ -5,8 +5,9 @@ from collections.abc import AsyncIterator
 import pytest
 import redis.asyncio as redis
 
+from deploy.ports import free_port
 from kv_transfer.ids import Incarnation
-from tests.valkey import Valkey, free_port, running_valkey
+from tests.valkey import Valkey, running_valkey
 from wire.records import Load, NodeRecord
 from wire.registry import MemoryRegistry, RedisRegistry, Registry, RegistryUnavailable
 from wire.registry_view import RegistryView

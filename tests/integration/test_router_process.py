@@ -11,9 +11,9 @@ import grpc
 import httpx
 import pytest
 
+from deploy.ports import free_port
 from router.config import RouterConfig
 from tests.smollm2_text import smollm2_tokenizer_folder
-from tests.valkey import free_port
 from wire.gen import generate_pb2, generate_pb2_grpc
 
 NO_REGISTRY = "redis://127.0.0.1:1/0"

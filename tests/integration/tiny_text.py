@@ -3,13 +3,13 @@
 import functools
 import json
 from pathlib import Path
-from tempfile import mkdtemp
 
 import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
+from tests.scratch import new_folder
 from tests.tiny_models import save_tiny
 
 MAX_MODEL_LEN = 8192
@@ -24,7 +24,7 @@ def tiny_text_folder() -> Path:
     """Its layers are many enough for a request to last while something is done to it."""
     folder = save_tiny(
         "llama",
-        Path(mkdtemp(prefix="paceline-tiny-text-")) / "tiny",
+        new_folder("tiny"),
         vocab_size=258,
         num_hidden_layers=8,
         max_position_embeddings=MAX_MODEL_LEN,

@@ -1,8 +1,6 @@
 """Which processes a local cluster consists of, and how it ends."""
 
 import json
-from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -13,14 +11,8 @@ from deploy.processes import Command
 from deploy.up import where
 
 
-def ports() -> Iterator[int]:
-    return count(7000)
-
-
 def commands(config: UpConfig, *, file: Path | None = None) -> _Commands:
-    return _Commands(
-        config=config, model=Path("/m"), registry_url="redis://127.0.0.1:1/0", file=file, ports=ports()
-    )
+    return _Commands(config=config, model=Path("/m"), registry_url="redis://127.0.0.1:1/0", file=file)
 
 
 def option(command: Command, flag: str) -> str:
@@ -30,11 +22,8 @@ def option(command: Command, flag: str) -> str:
 
 def test_each_node_has_its_own_name_and_port() -> None:
     nodes = list(commands(UpConfig(prefill=2, decode=1)).nodes())
-    assert [(node.name, option(node, "--port")) for node in nodes] == [
-        ("prefill-0", "7000"),
-        ("prefill-1", "7001"),
-        ("decode-0", "7002"),
-    ]
+    assert [node.name for node in nodes] == ["prefill-0", "prefill-1", "decode-0"]
+    assert len({option(node, "--port") for node in nodes}) == 3
 
 
 def test_what_up_was_not_told_is_left_to_the_processes() -> None:

@@ -10,12 +10,12 @@ import pytest
 import uvicorn
 from playwright.async_api import Browser, Page, async_playwright, expect
 
+from deploy.ports import free_port
 from router.listening import HttpServer
 from tests.fakes_dispatch import FakeDispatcher, FakeOperations, http_app, one_key
-from tests.integration.conftest import FourPairs
+from tests.integration.four_pairs.conftest import FourPairs
 from tests.integration.reference import COUNTING
 from tests.smollm2_text import smollm2_text
-from tests.valkey import free_port
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [

@@ -9,7 +9,7 @@ from openai import AsyncOpenAI, BadRequestError
 from pydantic import BaseModel, Field
 
 from tests.integration.cluster import Json
-from tests.integration.conftest import FourPairs
+from tests.integration.four_pairs.conftest import FourPairs
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.model, pytest.mark.timeout(300)]
 

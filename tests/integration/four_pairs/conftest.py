@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 
 from deploy.models import bundled
-from tests.integration.cluster import Cluster, Router, running_cluster
+from tests.integration.cluster import SETTLE_S, Cluster, Router, running_cluster
 from tests.integration.collector import Collector, running_collector
 from tests.integration.reference import (
     CHATS,
@@ -38,7 +38,7 @@ class FourPairs:
     colocated: Router
     collector: Collector
 
-    async def settle(self, *, within_s: float = 20.0) -> None:
+    async def settle(self, *, within_s: float = SETTLE_S) -> None:
         await self.cluster.settle(within_s=within_s)
 
 

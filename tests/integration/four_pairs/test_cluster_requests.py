@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from tests.integration.cluster import Json
-from tests.integration.conftest import NUM_TOKENS, FourPairs
+from tests.integration.four_pairs.conftest import NUM_TOKENS, FourPairs
 from tests.integration.reference import CHATS, TEXTS, Reference, chat_ids, text_of, tokenizer
 from wire.gen import generate_pb2, generate_pb2_grpc
 

@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from tests.integration.cluster import Json, Router
-from tests.integration.conftest import NUM_TOKENS, FourPairs
+from tests.integration.four_pairs.conftest import NUM_TOKENS, FourPairs
 from tests.integration.reference import Reference, prompt_of, text_of, tokenizer
 from wire.gen import generate_pb2, generate_pb2_grpc
 

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.integration.cluster import eventually
-from tests.integration.conftest import FourPairs
+from tests.integration.four_pairs.conftest import FourPairs
 from tests.integration.reference import COUNTING
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.model, pytest.mark.timeout(180)]
@@ -69,6 +69,15 @@ async def test_requests_show_in_the_metrics_of_the_router_and_of_every_node(four
     assert total(nodes, "paceline_loop_lag_seconds_count") > 0
 
 
+SPANS = {
+    ("paceline-router", "request"),
+    ("paceline-prefill", "prefill"),
+    ("paceline-prefill", "compute"),
+    ("paceline-decode", "decode"),
+    ("paceline-decode", "compute"),
+}
+
+
 async def test_one_trace_goes_through_router_prefill_and_decode(four_pairs: FourPairs) -> None:
     headers = {"traceparent": f"00-{TRACE}-{CALLER}-01"}
     body = {"prompt": COUNTING, "max_tokens": 4, "temperature": 0}
@@ -77,8 +86,8 @@ async def test_one_trace_goes_through_router_prefill_and_decode(four_pairs: Four
     collector = four_pairs.collector
 
     async def missing() -> str:
-        services = {span.service for span in collector.of_trace(TRACE)}
-        return ", ".join({"paceline-router", "paceline-prefill", "paceline-decode"} - services)
+        found = {(span.service, span.name) for span in collector.of_trace(TRACE)}
+        return ", ".join(map(" ".join, SPANS - found))
 
     await eventually(missing, within_s=60)
     spans = {(span.service, span.name): span for span in collector.of_trace(TRACE)}
@@ -91,7 +100,7 @@ async def test_one_trace_goes_through_router_prefill_and_decode(four_pairs: Four
     assert request.attributes["gen_ai.usage.output_tokens"] == 4
     assert prefill.attributes["paceline.finish_reason"] == "handed_over"
     assert decode.attributes["paceline.request_id"] == request.attributes["paceline.request_id"]
-    slack = 50_000_000  # clocks that count in milliseconds, of three processes
+    slack = 1_000_000_000  # three processes on a busy machine
     assert request.start - slack <= prefill.start <= prefill.end
     assert request.start - slack <= decode.start <= decode.end <= request.end + slack
 

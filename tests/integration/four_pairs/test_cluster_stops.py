@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.integration.cluster import Json
-from tests.integration.conftest import NUM_LONG_TOKENS, FourPairs
+from tests.integration.four_pairs.conftest import NUM_LONG_TOKENS, FourPairs
 from tests.integration.reference import COUNTING, Reference, prompt_of, text_of, tokenizer
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.model, pytest.mark.timeout(300)]

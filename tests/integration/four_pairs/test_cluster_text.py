@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.integration.cluster import Json
-from tests.integration.conftest import NUM_TOKENS, FourPairs
+from tests.integration.four_pairs.conftest import NUM_TOKENS, FourPairs
 from tests.integration.reference import (
     CHATS,
     COUNTING,

@@ -1,0 +1,39 @@
+"""Finds TCP ports for processes that are about to start on this host.
+
+Owns which port is offered next. Must never know who listens at it.
+"""
+
+import functools
+import itertools
+import os
+import socket
+from collections.abc import Iterator
+
+# Below what Linux and macOS hand to outgoing connections: none of those can take a port between its
+# choice and its use, nor while the process that had it is started again.
+FIRST_PORT, NUM_PORTS, NUM_SLICES = 10_000, 400, 50
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 nobody listens at now, and another one at each call.
+
+    Every process asks in its own slice of the range, so that two test runs side by side rarely meet.
+    Raises OSError when no port of the slice is free.
+    """
+    for port in itertools.islice(_candidates(), NUM_PORTS):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise OSError(f"no free port among the {NUM_PORTS} from {_first_port()}")
+
+
+def _first_port() -> int:
+    return FIRST_PORT + os.getpid() % NUM_SLICES * NUM_PORTS
+
+
+@functools.cache
+def _candidates() -> Iterator[int]:
+    return itertools.cycle(range(_first_port(), _first_port() + NUM_PORTS))
