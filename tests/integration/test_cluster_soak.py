@@ -129,7 +129,7 @@ async def test_who_stays_gets_its_solo_text_and_all_comes_to_rest(
             for _ in range(NUM_STREAMS):
                 group.create_task(soak.stream(until))
     await cluster.settle()
-    assert soak.num_read > NUM_STREAMS
+    assert soak.num_read > NUM_STREAMS // 2
     assert soak.num_left > 0
 
     async def open_sockets() -> str:
