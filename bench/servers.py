@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 
 from deploy.errors import DeployError, NotReady
-from deploy.local import registry_binary
+from deploy.local import registry_command
 from deploy.ports import free_port
 from deploy.processes import Child, Command
 
@@ -39,13 +39,7 @@ async def running(command: Command, folder: Path) -> AsyncIterator[Child]:
 async def registry(stack: AsyncExitStack, folder: Path) -> str:
     """An embedded registry server for the life of `stack`; its URL."""
     port = free_port()
-    options = ["--port", f"{port}", "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-    command = Command(
-        name="registry",
-        arguments=[f"{registry_binary()}", *options, "--dir", f"{folder}", "--daemonize", "no"],
-        environment={},
-    )
-    await stack.enter_async_context(running(command, folder))
+    await stack.enter_async_context(running(registry_command(port, folder), folder))
     return f"redis://127.0.0.1:{port}/0"
 
 

