@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from router.errors import BadRequest
+from router.openai.answer_parts import AnswerParts
 from router.openai.chat_parts import ChatParts
 from router.openai.tools import Tools
 from router.planning import SamplingOptions
@@ -49,6 +50,10 @@ class ChatFormat:
         return replace(options, shows_special=True) if self._has_special_markers(tools) else options
 
     def parts(self, tools: Tools, prompt_ids: tuple[int, ...], *, is_constrained: bool) -> ChatParts:
+        """A reader of one answer to a chat."""
+        return ChatParts(self.answer(tools, prompt_ids, is_constrained=is_constrained))
+
+    def answer(self, tools: Tools, prompt_ids: tuple[int, ...], *, is_constrained: bool) -> AnswerParts:
         """A reader of one answer. A constraint holds from its first token on: there is no reasoning then."""
         calls = self._calls(tools)
         if not is_constrained:
@@ -56,7 +61,7 @@ class ChatFormat:
             parser = self._format.parser(prompt_end=prompt_end, calls=calls)
         else:
             parser = calls or PlainText()
-        return ChatParts(
+        return AnswerParts(
             parser,
             new_call_id=lambda: self._format.call_id(self._new_id()),
             max_calls=None if tools.is_parallel else 1,
