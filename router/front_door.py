@@ -75,8 +75,15 @@ class FrontDoor:
         """See `Planner.plan`."""
         return self._planner.plan(prompt_ids, options, facts=facts, label=label, choice=choice, param=param)
 
-    def generation(self, plan: Plan, *, spend: Callable[[int], None] = _for_free) -> Generation:
+    def generation(
+        self, plan: Plan, *, spend: Callable[[int], None] = _for_free, tells_texts: bool = False
+    ) -> Generation:
         """`spend` is told the tokens of the prompt and the answer, when both are done with."""
         return Generation(
-            plan, dispatcher=self._dispatcher, tokenizer=self.tokenizer, clock=self._clock, spend=spend
+            plan,
+            dispatcher=self._dispatcher,
+            tokenizer=self.tokenizer,
+            clock=self._clock,
+            spend=spend,
+            tells_texts=tells_texts,
         )

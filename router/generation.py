@@ -28,7 +28,8 @@ class TextDelta:
     """New tokens that belong to the answer, and the text that became definite with them.
 
     The first `accepted` tokens were drafted; the first `accepted_chars` of `text` are theirs. The first
-    delta has `prompt_logprobs` where they were asked for.
+    delta has `prompt_logprobs` where they were asked for. `texts`: the text that became definite with each
+    token, where generations were asked to tell.
     """
 
     text: str
@@ -37,6 +38,7 @@ class TextDelta:
     accepted: int = 0
     accepted_chars: int = 0
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    texts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,11 @@ class Ended:
     ttft_s: float
     outcome: Outcome | None
 
+    @property
+    def is_cut(self) -> bool:
+        """The answer would have gone on."""
+        return self.reason == "length"
+
 
 class Generation:
     """Runs one plan. Closing `run()` at any point cancels the work on the nodes."""
@@ -71,7 +78,9 @@ class Generation:
         tokenizer: Tokenizer,
         clock: Callable[[], float],
         spend: Callable[[int], None],
+        tells_texts: bool = False,
     ) -> None:
+        self._tells_texts = tells_texts
         self._spend = spend
         sampling = plan.request.sampling
         self._request = plan.request
@@ -118,12 +127,12 @@ class Generation:
         yield self._ended(outcome, ttft_s=0.0 if first_at is None else first_at - started)
 
     def _take(self, delta: Delta) -> TextDelta:
+        if self._tells_texts:
+            return self._take_each(delta)
         drafted = self._stream.push(delta.ids[: delta.accepted])
         drawn = self._stream.push(delta.ids[delta.accepted :])
         num_tokens = drafted.num_tokens + drawn.num_tokens
-        if delta.drafted and num_tokens:
-            self._drafted += delta.drafted
-            self._accepted[drafted.num_tokens] += 1
+        self._count(delta, num_tokens=num_tokens, num_accepted=drafted.num_tokens)
         return TextDelta(
             text=drafted.text + drawn.text,
             ids=delta.ids[:num_tokens],
@@ -132,6 +141,30 @@ class Generation:
             accepted_chars=len(drafted.text),
             prompt_logprobs=delta.prompt_logprobs,
         )
+
+    def _take_each(self, delta: Delta) -> TextDelta:
+        texts: list[str] = []
+        for token_id in delta.ids:
+            piece = self._stream.push((token_id,))
+            if not piece.num_tokens:
+                break
+            texts.append(piece.text)
+        num_accepted = min(delta.accepted, len(texts))
+        self._count(delta, num_tokens=len(texts), num_accepted=num_accepted)
+        return TextDelta(
+            text="".join(texts),
+            ids=delta.ids[: len(texts)],
+            logprobs=None if delta.logprobs is None else delta.logprobs[: len(texts)],
+            accepted=num_accepted,
+            accepted_chars=sum(map(len, texts[:num_accepted])),
+            prompt_logprobs=delta.prompt_logprobs,
+            texts=tuple(texts),
+        )
+
+    def _count(self, delta: Delta, *, num_tokens: int, num_accepted: int) -> None:
+        if delta.drafted and num_tokens:
+            self._drafted += delta.drafted
+            self._accepted[num_accepted] += 1
 
     def _ended(self, outcome: Outcome | None, *, ttft_s: float) -> Ended:
         is_cut = outcome is None or self._stream.is_stopped_by_text

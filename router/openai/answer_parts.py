@@ -1,4 +1,4 @@
-"""The parts of one answer as a front end shows them: parsed, neighbours joined, calls beyond the limit left out.
+"""The parts of one answer: parsed, neighbours joined, calls beyond the limit left out.
 
 Every front end reads answers through it. Must never know how parts are shown or how a model writes them.
 """

@@ -3,19 +3,23 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from router.api_keys import User
 from router.errors import BadRequest
 from router.front_door import FrontDoor
 from router.openai.chat_format import ChatFormat
 from router.openai.exchange import Choice, Exchange, Manner
+from router.openai.logprobs import chat_content
 from router.openai.messages import Message
 from router.openai.requests import ChatRequest, CompletionRequest, Prompt, Wishes
 from router.openai.response_exchange import ResponseExchange
+from router.openai.response_output import ResponseOutput
 from router.openai.response_shapes import ResponseShape
 from router.openai.responses import ResponseRequest
 from router.openai.shapes import ChatShape, CompletionShape, Envelope, Json, ShownPrompt
 from router.openai.tokenizing import DetokenizeRequest, TokenizeRequest
+from router.openai.tools import Tools
 from router.planning import Label, ModelFacts, check_token_ids, cut
 from router.text.options import TemplateOptions
 
@@ -102,26 +106,25 @@ class Answers:
 
     async def response(self, request: ResponseRequest, origin: Origin) -> ResponseExchange:
         """Raises RouterError."""
-        wishes = request.wishes
-        facts = self._door.facts(wishes.model)
+        facts = self._door.facts(request.wishes.model)
+        options = self._chat_format.options(request.wishes.options, request.tools)
+        wishes = replace(request.wishes, options=options)
         encoded = await self._encode_chat(request.messages, request.template, wishes, param="input")
         prompt = cut(encoded, wishes.text, facts, max_tokens=wishes.options.max_tokens)
         plan = self._door.plan(
             prompt, wishes.options, facts=facts, label=_label(origin, wishes), param="input"
         )
+        sampling = plan.request.sampling
         shape = ResponseShape(
             envelope=self._envelope("resp", wishes, facts),
-            item_id=f"msg-{self._new_id()}",
-            shown={
-                **request.shown,
-                "temperature": plan.request.sampling.temperature,
-                "top_p": plan.request.sampling.top_p,
-            },
+            shown={**request.shown, "temperature": sampling.temperature, "top_p": sampling.top_p},
             num_prompt_tokens=len(prompt),
-            tokenizer=self._door.tokenizer,
         )
         return ResponseExchange(
-            self._door.generation(plan, spend=origin.user.spend), shape, wall_clock=self._wall_clock
+            self._door.generation(plan, spend=origin.user.spend, tells_texts=True),
+            self._output(request.tools, wishes, prompt),
+            shape,
+            wall_clock=self._wall_clock,
         )
 
     async def tokenize(self, request: TokenizeRequest) -> Json:
@@ -143,6 +146,16 @@ class Answers:
         """Text with special tokens shown, so that it can be tokenised again. Raises RouterError."""
         check_token_ids(request.ids, self._door.facts(request.model), param="tokens")
         return {"prompt": await self._door.decode(request.ids)}
+
+    def _output(self, tools: Tools, wishes: Wishes, prompt: tuple[int, ...]) -> ResponseOutput:
+        options, tokenizer = wishes.options, self._door.tokenizer
+        num_top = options.logprobs
+        show = None if num_top is None else partial(chat_content, tokenizer=tokenizer, num_top=num_top)
+        return ResponseOutput(
+            self._chat_format.answer(tools, prompt, is_constrained=options.constraint is not None),
+            new_id=self._new_id,
+            show_logprobs=show,
+        )
 
     async def _encode_chat(
         self, messages: Sequence[Message], template: TemplateOptions, wishes: Wishes, *, param: str

@@ -98,7 +98,7 @@ def _get(summary: str, answers: Json, *, errors: tuple[str, ...] = ("401",)) -> 
 def _post(summary: str, table: Table, answer: str, *, is_streamed: bool = False) -> Json:
     good = _answer("The answer", answer)
     if is_streamed:
-        good["content"]["text/event-stream"] = {"schema": _STRING}
+        good["content"]["text/event-stream"] = {"schema": _object(data=_STRING)}  # of each event
     body = {"required": True, "content": {"application/json": {"schema": body_schema(table)}}}
     return {
         "post": {
@@ -210,12 +210,29 @@ def _completion(object_name: str, prefix: str, **content: Any) -> Json:
 
 def _response() -> Json:
     part = _object(type={"const": "output_text"}, text=_STRING, annotations=_list(_ANY_OBJECT))
+    status = {"enum": ["completed", "incomplete"]}
     message = _object(
         type={"const": "message"},
         id=_STRING,
         role={"const": "assistant"},
-        status={"enum": ["completed", "incomplete"]},
+        status=status,
         content=_list(part),
+    )
+    thought = _object(type={"const": "reasoning_text"}, text=_STRING)
+    reasoning = _object(
+        type={"const": "reasoning"},
+        id=_STRING,
+        status=status,
+        summary=_list(_ANY_OBJECT),
+        content=_list(thought),
+    )
+    call = _object(
+        type={"const": "function_call"},
+        id=_STRING,
+        status=status,
+        call_id=_STRING,
+        name=_STRING,
+        arguments=_STRING,
     )
     usage = _object(
         input_tokens=_COUNT,
@@ -228,8 +245,8 @@ def _response() -> Json:
         id=_STRING,
         object={"const": "response"},
         created_at=_INTEGER,
-        status={"enum": ["completed", "incomplete"]},
+        status=status,
         model=_STRING,
-        output=_list(message),
+        output={**_list({"anyOf": [message, reasoning, call]}), "minItems": 1},
         usage=usage,
     )

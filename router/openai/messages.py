@@ -15,14 +15,15 @@ _REFUSED_KEYS = ("function_call", "audio")
 _REASONING_KEYS = ("reasoning_content", "reasoning")
 
 
-def read_messages(value: Any, *, where: str = "messages") -> tuple[Message, ...]:
-    """Messages with text content only. Raises BadRequest naming the message, by its place in `where`."""
+def read_messages(value: Any) -> tuple[Message, ...]:
+    """Messages with text content only. Raises BadRequest naming the message."""
     if not isinstance(value, list) or not value:
-        raise refuse(where, "a non-empty list of messages", value)
-    return tuple(_message(f"{where}[{index}]", item) for index, item in enumerate(value))
+        raise refuse("messages", "a non-empty list of messages", value)
+    return tuple(read_message(f"messages[{index}]", item) for index, item in enumerate(value))
 
 
-def _message(where: str, value: Any) -> Message:
+def read_message(where: str, value: Any) -> Message:
+    """Raises BadRequest."""
     if not isinstance(value, dict):
         raise refuse(where, "an object with role and content", value)
     role = value.get("role")
@@ -41,13 +42,13 @@ def _message(where: str, value: Any) -> Message:
     elif value.get("tool_calls"):
         raise refuse(f"{where}.tool_calls", "left out unless the role is assistant", value["tool_calls"])
     if role == "tool":
-        message["tool_call_id"] = _text(f"{where}.tool_call_id", value.get("tool_call_id"))
+        message["tool_call_id"] = read_text(f"{where}.tool_call_id", value.get("tool_call_id"))
     if "tool_calls" in message and value.get("content") is None:
         message["content"] = ""  # clients send calls back with null; many templates add to it without asking
     else:
-        message["content"] = _content(f"{where}.content", value.get("content"))
+        message["content"] = read_content(f"{where}.content", value.get("content"))
     if value.get("name") is not None:
-        message["name"] = _text(f"{where}.name", value["name"])
+        message["name"] = read_text(f"{where}.name", value["name"])
     return message
 
 
@@ -56,7 +57,7 @@ def _said_by_assistant(where: str, value: Mapping[str, Any]) -> Message:
     message: Message = {}
     for key in _REASONING_KEYS:
         if value.get(key) is not None:
-            message["reasoning_content"] = _text(f"{where}.{key}", value[key])
+            message["reasoning_content"] = read_text(f"{where}.{key}", value[key])
     calls = value.get("tool_calls")
     if calls:
         if not isinstance(calls, list):
@@ -68,23 +69,25 @@ def _said_by_assistant(where: str, value: Mapping[str, Any]) -> Message:
 
 
 def _call(where: str, value: Any) -> Message:
-    """A call as templates expect it: with its arguments as an object, not as text."""
     if not isinstance(value, dict) or value.get("type", "function") != "function":
         raise refuse(where, 'an object of type "function"', value)
     function = value.get("function")
     if not isinstance(function, dict):
         raise refuse(f"{where}.function", "an object with name and arguments", function)
-    return {
-        "id": _text(f"{where}.id", value.get("id")),
-        "type": "function",
-        "function": {
-            "name": _text(f"{where}.function.name", function.get("name")),
-            "arguments": _arguments(f"{where}.function.arguments", function.get("arguments")),
-        },
-    }
+    return call_message(
+        read_text(f"{where}.id", value.get("id")),
+        read_text(f"{where}.function.name", function.get("name")),
+        read_arguments(f"{where}.function.arguments", function.get("arguments")),
+    )
 
 
-def _arguments(where: str, value: Any) -> Mapping[str, Any]:
+def call_message(call_id: str, name: str, arguments: Mapping[str, Any]) -> Message:
+    """A call as templates expect it: with its arguments as an object, not as text."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def read_arguments(where: str, value: Any) -> Mapping[str, Any]:
+    """A call's arguments, which clients write as a string. Raises BadRequest."""
     arguments = value
     if isinstance(value, str):
         try:
@@ -96,14 +99,15 @@ def _arguments(where: str, value: Any) -> Mapping[str, Any]:
     return arguments
 
 
-def _text(where: str, value: Any) -> str:
+def read_text(where: str, value: Any) -> str:
+    """Raises BadRequest."""
     if not isinstance(value, str):
         raise refuse(where, "a string", value)
     return value
 
 
-def _content(where: str, value: Any) -> str:
-    """Text parts are joined by newlines: templates are written for strings."""
+def read_content(where: str, value: Any) -> str:
+    """Text parts are joined by newlines: templates are written for strings. Raises BadRequest."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:

@@ -67,8 +67,6 @@ _RESPONSES: Mapping[str, tuple[Any, ...]] = {
     "structured_outputs": (),
     "reasoning": ({}, {"effort": "none"}),
     "store": (False,),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "truncation": ("disabled",),
 }
 

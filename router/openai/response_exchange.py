@@ -8,30 +8,36 @@ from contextlib import aclosing
 
 from router.errors import RouterError
 from router.generation import Ended, Generation, TextDelta
+from router.openai.response_output import ResponseOutput
 from router.openai.response_shapes import EventWriter, Json, ResponseShape
-from router.openai.shapes import joined
 
 Send = Callable[[bytes], Awaitable[None]]
 
 
 class ResponseExchange:
-    """Runs one generation. Cancelling the caller closes it at once."""
+    """Runs one generation, which tells the text of every token. Cancelling the caller closes it at once."""
 
     def __init__(
-        self, generation: Generation, shape: ResponseShape, *, wall_clock: Callable[[], float]
+        self,
+        generation: Generation,
+        output: ResponseOutput,
+        shape: ResponseShape,
+        *,
+        wall_clock: Callable[[], float],
     ) -> None:
         self._generation = generation
+        self._output = output
         self._shape = shape
         self._wall_clock = wall_clock
-        self._deltas: list[TextDelta] = []
 
     async def body(self) -> Json:
         """The whole answer. Raises RouterError."""
         async with aclosing(self._generation.run()) as items:
             async for item in items:
                 if isinstance(item, Ended):
-                    return self._shape.whole(joined(self._deltas), item, completed_at=self._now())
-                self._deltas.append(item)
+                    self._output.finish(is_cut=item.is_cut)
+                    return self._whole(item)
+                self._output.push(item)
         raise AssertionError("a generation ends with Ended")
 
     async def stream(self, send: Send) -> None:
@@ -56,9 +62,9 @@ class ResponseExchange:
 
     def _next(self, writer: EventWriter, item: TextDelta | Ended) -> bytes:
         if isinstance(item, Ended):
-            return writer.closing(joined(self._deltas), item, completed_at=self._now())
-        self._deltas.append(item)
-        return writer.delta(item)
+            rest = writer.written(self._output.finish(is_cut=item.is_cut))
+            return rest + writer.closing(self._whole(item))
+        return writer.written(self._output.push(item))
 
-    def _now(self) -> int:
-        return int(self._wall_clock())
+    def _whole(self, end: Ended) -> Json:
+        return self._shape.whole(self._output, end, completed_at=int(self._wall_clock()))

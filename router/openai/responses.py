@@ -10,10 +10,12 @@ from typing import Any
 from router.errors import BadRequest
 from router.openai.fields import Fields, refuse
 from router.openai.grammar import read_format, shown_format
-from router.openai.messages import Message, read_messages
+from router.openai.messages import Message
 from router.openai.requests import Wishes, read_prompt_options
+from router.openai.response_input import read_input
 from router.openai.sampling import read_sampling
 from router.openai.tables import MAX_TOP_LOGPROBS, RESPONSES
+from router.openai.tools import Tools, read_tools
 from router.text.options import TemplateOptions
 
 _WANTS_LOGPROBS = "message.output_text.logprobs"
@@ -28,9 +30,7 @@ _OF_OTHER_ITEMS = frozenset(
         "web_search_call.results",
     }
 )
-"""`include` values that concern items no answer has."""
-
-_PART_TYPES = ("input_text", "output_text", "text")
+"""`include` values that concern what no answer has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +39,7 @@ class ResponseRequest:
 
     messages: tuple[Message, ...]
     template: TemplateOptions
+    tools: Tools
     wishes: Wishes
     shown: Mapping[str, Any]
 
@@ -53,6 +54,7 @@ def read_response(body: Mapping[str, Any]) -> ResponseRequest:
     text = fields.mapping("text")
     constraint = read_format("text.format", text.get("format"), nests_schema=False)
     _only("text", {**text, "format": None}, {"verbosity": ("medium",)})
+    tools = read_tools(fields, is_flat=True)
     instructions = fields.text("instructions")
     system = () if instructions is None else ({"role": "system", "content": instructions},)
     wishes = Wishes(
@@ -73,15 +75,19 @@ def read_response(body: Mapping[str, Any]) -> ResponseRequest:
         cache_salt=fields.text("cache_salt") or "",
     )
     return ResponseRequest(
-        messages=(*system, *_messages(fields.raw("input"))),
-        template=TemplateOptions(variables=fields.mapping("chat_template_kwargs")),
+        messages=(*system, *read_input(fields.raw("input"))),
+        template=TemplateOptions(variables=fields.mapping("chat_template_kwargs"), tools=tools.definitions),
+        tools=tools,
         wishes=wishes,
         shown={
             "instructions": instructions,
             "max_output_tokens": wishes.options.max_tokens,
             "metadata": fields.mapping("metadata"),
+            "parallel_tool_calls": fields.boolean("parallel_tool_calls", default=True),
             "text": shown_format(text),
             "temperature": fields.number("temperature"),
+            "tool_choice": fields.raw("tool_choice") or "auto",
+            "tools": fields.raw("tools") or [],
             "top_p": fields.number("top_p"),
             "top_logprobs": fields.integer("top_logprobs") or 0,
             "user": body.get("user"),
@@ -108,33 +114,3 @@ def _logprobs(fields: Fields) -> int | None:
         if name != _WANTS_LOGPROBS and name not in _OF_OTHER_ITEMS:
             raise refuse("include", f"{_WANTS_LOGPROBS} or another value that OpenAI knows", name)
     return top or (0 if _WANTS_LOGPROBS in include else None)
-
-
-def _messages(value: Any) -> tuple[Message, ...]:
-    """A string is one message of the user; items are messages, the model's own earlier ones included."""
-    if isinstance(value, str):
-        return ({"role": "user", "content": value},)
-    if not isinstance(value, list) or not value:
-        raise refuse("input", "a string or a non-empty list of messages", value)
-    return read_messages([_as_message(f"input[{i}]", item) for i, item in enumerate(value)], where="input")
-
-
-def _as_message(where: str, item: Any) -> Any:
-    """An input item as a chat message, which read_messages judges."""
-    if not isinstance(item, dict):
-        return item
-    kind = item.get("type")
-    if kind not in (None, "message"):
-        raise BadRequest(f"{where}.type {kind!r} is not supported", param=f"{where}.type")
-    if item.get("role") == "tool":
-        raise refuse(f"{where}.role", "one of system, developer, user, assistant", "tool")
-    content = item.get("content")
-    if isinstance(content, list):
-        content = [_as_part(part) for part in content]
-    return {**item, "content": content}
-
-
-def _as_part(part: Any) -> Any:
-    if isinstance(part, dict) and part.get("type") in _PART_TYPES:
-        return {**part, "type": "text"}
-    return part

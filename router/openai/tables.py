@@ -103,21 +103,22 @@ _RESULT: Json = {
     "properties": {"role": {"enum": ["tool"]}, "tool_call_id": _STRING, "content": _CONTENT},
 }
 _MESSAGE: Json = {"anyOf": [_SAID, _CALLED, _RESULT]}
+_FUNCTION: Mapping[str, Json] = {
+    "name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"},
+    "description": {"type": ["string", "null"]},
+    "parameters": {"type": ["object", "null"]},
+}
 _TOOL: Json = {
     "type": "object",
     "required": ["type", "function"],
     "properties": {
         "type": {"enum": ["function"]},
-        "function": {
-            "type": "object",
-            "required": ["name"],
-            "properties": {
-                "name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"},
-                "description": {"type": ["string", "null"]},
-                "parameters": {"type": ["object", "null"]},
-            },
-        },
+        "function": {"type": "object", "required": ["name"], "properties": _FUNCTION},
     },
+}
+_TOOL_CHOICE: Mapping[str, Json] = {
+    "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, _OBJECT]},
+    "parallel_tool_calls": _BOOLEAN,
 }
 _MESSAGES: Json = {"type": "array", "minItems": 1, "items": _MESSAGE}
 _STREAM_OPTIONS: Json = {
@@ -246,8 +247,7 @@ CHAT = Table(
         "logprobs": _BOOLEAN,
         "top_logprobs": _integer(0, MAX_TOP_LOGPROBS),
         "tools": {"type": "array", "items": _TOOL, "maxItems": MAX_TOOLS},
-        "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, _OBJECT]},
-        "parallel_tool_calls": _BOOLEAN,
+        **_TOOL_CHOICE,
     },
     refuses=REFUSED_IN_CHAT,
     labels=frozenset(
@@ -271,14 +271,61 @@ _INPUT_PART: Json = {
     "required": ["type", "text"],
     "properties": {"type": {"enum": ["input_text", "output_text", "text"]}, "text": _STRING},
 }
-_INPUT_ITEM: Json = {
-    "type": "object",
-    "required": ["role", "content"],
-    "properties": {
-        "type": {"enum": ["message", None]},
-        "role": _SAID["properties"]["role"],
-        "content": {"anyOf": [_STRING, {"type": "array", "minItems": 1, "items": _INPUT_PART}]},
+_INPUT_TEXT: Json = {"anyOf": [_STRING, {"type": "array", "minItems": 1, "items": _INPUT_PART}]}
+_THOUGHT: Json = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "required": ["type", "text"],
+        "properties": {"type": {"enum": ["reasoning_text", "summary_text"]}, "text": _STRING},
     },
+}
+_INPUT_ITEM: Json = {
+    "anyOf": [
+        {
+            "type": "object",
+            "required": ["role", "content"],
+            "properties": {
+                "type": {"enum": ["message", None]},
+                "role": _SAID["properties"]["role"],
+                "content": _INPUT_TEXT,
+            },
+        },
+        {
+            "type": "object",
+            "required": ["type", "call_id", "name", "arguments"],
+            "properties": {
+                "type": {"enum": ["function_call"]},
+                "call_id": _STRING,
+                "name": _STRING,
+                "arguments": _STRING,
+            },
+        },
+        {
+            "type": "object",
+            "required": ["type", "call_id", "output"],
+            "properties": {
+                "type": {"enum": ["function_call_output"]},
+                "call_id": _STRING,
+                "output": _INPUT_TEXT,
+            },
+        },
+        {
+            "type": "object",
+            "required": ["type"],
+            "properties": {
+                "type": {"enum": ["reasoning"]},
+                "content": {"anyOf": [_THOUGHT, {"type": "null"}]},
+                "summary": {"anyOf": [_THOUGHT, {"type": "null"}]},
+                "encrypted_content": {"enum": [None]},
+            },
+        },
+    ]
+}
+_FLAT_TOOL: Json = {
+    "type": "object",
+    "required": ["type", "name"],
+    "properties": {"type": {"enum": ["function"]}, **_FUNCTION},
 }
 RESPONSES = Table(
     reads={
@@ -313,12 +360,13 @@ RESPONSES = Table(
             "properties": {"include_obfuscation": {"enum": [False, None]}},
         },
         "chat_template_kwargs": _OBJECT,
+        "tools": {"type": "array", "items": _FLAT_TOOL, "maxItems": MAX_TOOLS},
+        **_TOOL_CHOICE,
     },
     refuses=REFUSED_IN_RESPONSES,
     labels=frozenset(
         {
             "max_tool_calls",
-            "parallel_tool_calls",
             "prompt_cache_key",
             "prompt_cache_options",
             "prompt_cache_retention",

@@ -58,13 +58,30 @@ messages = st.lists(
     ),
     max_size=4,
 )
+items = st.fixed_dictionaries(
+    {"type": st.sampled_from(["message", "function_call", "function_call_output", "reasoning"])},
+    optional={
+        "role": roles,
+        "content": content,
+        "call_id": texts,
+        "name": texts,
+        "arguments": st.sampled_from(["{}", '{"a": 1}', "", "["]) | values,
+        "output": content,
+        "summary": content,
+    },
+)
+tools = st.fixed_dictionaries(
+    {"type": st.just("function")},
+    optional={"name": texts, "parameters": values, "function": st.fixed_dictionaries({"name": texts})},
+)
 likely = {
     "prompt": texts
     | st.lists(texts, max_size=3)
     | st.lists(st.lists(st.integers(-1, 49200), max_size=3), max_size=3),
     "tokens": st.lists(st.integers(-1, 49200), max_size=5),
     "messages": messages,
-    "input": texts | messages,
+    "input": texts | messages | st.lists(items, max_size=4),
+    "tools": st.lists(tools, max_size=3),
 }
 
 

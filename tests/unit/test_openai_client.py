@@ -21,9 +21,9 @@ MESSAGES: Any = [{"role": "user", "content": "hi"}]
 
 
 @asynccontextmanager
-async def served(dispatcher: FakeDispatcher) -> AsyncGenerator[str]:
+async def served(dispatcher: FakeDispatcher, **options: Any) -> AsyncGenerator[str]:
     """Base URL of the front end on a free port."""
-    server = HttpServer(uvicorn_config(http_app(dispatcher, smollm2_text())))
+    server = HttpServer(uvicorn_config(http_app(dispatcher, smollm2_text(), **options)))
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
         async with asyncio.TaskGroup() as group:
             group.create_task(server.serve(sockets=[listener]))
@@ -34,9 +34,9 @@ async def served(dispatcher: FakeDispatcher) -> AsyncGenerator[str]:
 
 
 @asynccontextmanager
-async def client(dispatcher: FakeDispatcher) -> AsyncGenerator[openai.AsyncOpenAI]:
+async def client(dispatcher: FakeDispatcher, **options: Any) -> AsyncGenerator[openai.AsyncOpenAI]:
     async with (
-        served(dispatcher) as url,
+        served(dispatcher, **options) as url,
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as opened,
     ):
         yield opened

@@ -49,21 +49,27 @@ class Parser(Protocol):
         ...
 
 
+def joined(first: Part, second: Part) -> Part | None:
+    """Two neighbouring texts of one kind as one, None where they are not."""
+    match first, second:
+        case (Content(before), Content(after)):
+            return Content(before + after)
+        case (Reasoning(before), Reasoning(after)):
+            return Reasoning(before + after)
+        case (CallArguments(index, before), CallArguments(other, after)) if index == other:
+            return CallArguments(index, before + after)
+    return None
+
+
 def merged(parts: Sequence[Part]) -> list[Part]:
     """The same parts with neighbouring texts of one kind joined, empty ones left out."""
     result: list[Part] = []
     for part in parts:
-        if isinstance(part, CallStart):
-            result.append(part)
-        elif part.text:
-            last = result[-1] if result else None
-            if isinstance(part, CallArguments) and isinstance(last, CallArguments):
-                if last.index == part.index:
-                    result[-1] = CallArguments(part.index, last.text + part.text)
-                    continue
-            elif type(last) is type(part) and isinstance(last, Content | Reasoning):
-                result[-1] = type(last)(last.text + part.text)
-                continue
+        if not isinstance(part, CallStart) and not part.text:
+            continue
+        if result and (longer := joined(result[-1], part)) is not None:
+            result[-1] = longer
+        else:
             result.append(part)
     return result
 
