@@ -248,7 +248,8 @@ class Attempt:
                 side, cause="token_conflict", code="token_conflict", reason=str(fault), retryable=False
             )
             return []
-        self._settle()
+        if self._finished:
+            self._settle()
         return deltas
 
     def _settle(self) -> None:

@@ -11,15 +11,21 @@ Emit = Callable[[int, TextDelta | Ended], Awaitable[None]]
 
 
 async def run_all(generations: Sequence[Generation], emit: Emit) -> None:
-    """Run them all; `emit` gets the place of a generation and its next item, and may be called for several at
-    a time. The first RouterError closes all and is raised, as does being cancelled."""
+    """Run them all; `emit` gets the place of a generation and its next item, one at a time. The first
+    RouterError closes all and is raised, as does being cancelled."""
     if len(generations) == 1:
         await _pump(0, generations[0], emit)
         return
+    lock = asyncio.Lock()
+
+    async def emit_alone(index: int, item: TextDelta | Ended) -> None:
+        async with lock:
+            await emit(index, item)
+
     try:
         async with asyncio.TaskGroup() as group:
             for index, generation in enumerate(generations):
-                group.create_task(_pump(index, generation, emit))
+                group.create_task(_pump(index, generation, emit_alone))
     except* RouterError as errors:
         failed = errors
     else:

@@ -92,22 +92,23 @@ class Dispatcher:
 
         Close it (contextlib.aclosing): that cancels the request on its nodes, whatever its phase.
         """
+        loop = asyncio.get_running_loop()
         with self._counted():
             run = self._arrive(request)
             claim = self._claim(run)
             await self._enter(claim)
             self._stats.started()
-            run.start(now=asyncio.get_running_loop().time())
+            run.start(now=loop.time())
             run.trace(self._tracer)
             try:
                 while run.outcome is None:
                     attempt = await self._open(run)
                     # One timer an attempt: a timeout around every wait would cost more than the wait.
-                    deadline = asyncio.get_running_loop().call_at(run.deadline, attempt.expire)
+                    deadline = loop.call_at(run.deadline, attempt.expire)
                     try:
                         while attempt.end is None:
                             for delta in await attempt.receive():
-                                run.deliver(delta)
+                                run.deliver(delta, now=loop.time())
                                 yield delta
                     finally:
                         deadline.cancel()
@@ -188,7 +189,7 @@ class Dispatcher:
 
     async def _open(self, run: Run) -> Attempt:
         decision = await self._routing.choose(run)
-        run.dispatch()
+        run.dispatch(now=asyncio.get_running_loop().time())
         self._stats.decided(self._config.policy, decision.kind)
         self._stats.believed_cached(decision.route.cached_tokens)
         return Attempt(

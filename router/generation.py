@@ -9,10 +9,14 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from router.planning import Plan
 from router.requests import Delta, GenerateRequest, Outcome, TokenLogprob
-from router.text.stream import TextStream
+from router.text.stream import Piece, TextStream
 from router.text.tokenizer import Tokenizer
+
+_NOTHING = Piece("", 0)
 
 
 class Generates(Protocol):
@@ -23,8 +27,7 @@ class Generates(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextDelta:
+class TextDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """New tokens that belong to the answer, and the text that became definite with them.
 
     The first `accepted` tokens were drafted; the first `accepted_chars` of `text` are theirs. The first
@@ -129,7 +132,7 @@ class Generation:
     def _take(self, delta: Delta) -> TextDelta:
         if self._tells_texts:
             return self._take_each(delta)
-        drafted = self._stream.push(delta.ids[: delta.accepted])
+        drafted = self._stream.push(delta.ids[: delta.accepted]) if delta.accepted else _NOTHING
         drawn = self._stream.push(delta.ids[delta.accepted :])
         num_tokens = drafted.num_tokens + drawn.num_tokens
         self._count(delta, num_tokens=num_tokens, num_accepted=drafted.num_tokens)

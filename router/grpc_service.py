@@ -132,18 +132,16 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
             for _ in plans
         ]
         ends: list[Ended] = []
-        lock = asyncio.Lock()
 
         async def tell(index: int, item: TextDelta | Ended) -> None:
-            async with lock:
-                if not isinstance(item, Ended):
-                    await context.write(pack_delta(item, label=label, index=index, parts=parts[index]))
-                    return
-                ends.append(item)
-                ended = pack_end(item, label=label, index=index, parts=parts[index])
-                if len(ends) == len(plans):
-                    add_totals(ended, ends, num_prompt_tokens=len(prompt_ids))
-                await context.write(ended)
+            if not isinstance(item, Ended):
+                await context.write(pack_delta(item, label=label, index=index, parts=parts[index]))
+                return
+            ends.append(item)
+            ended = pack_end(item, label=label, index=index, parts=parts[index])
+            if len(ends) == len(plans):
+                add_totals(ended, ends, num_prompt_tokens=len(prompt_ids))
+            await context.write(ended)
 
         await run_all([self._door.generation(plan, spend=user.spend) for plan in plans], tell)
 

@@ -115,7 +115,7 @@ class EventStream(Response):
         self._produce = produce
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        stream = _Stream(send, headers=self.raw_headers)
+        stream = _Stream(send, body=scope["paceline.send"], headers=self.raw_headers)
         try:
             await until_disconnect(receive, self._produce(stream.send))
         except ClientGone:
@@ -139,21 +139,22 @@ class EventStream(Response):
 
 
 class _Stream:
-    """A response body that begins with its first bytes."""
+    """A response body that begins with its first bytes. `start` sends its head, `body` all the rest."""
 
-    def __init__(self, send: Send, *, headers: list[tuple[bytes, bytes]]) -> None:
-        self._send = send
+    def __init__(self, start: Send, *, body: Send, headers: list[tuple[bytes, bytes]]) -> None:
+        self._start = start
+        self._body = body
         self._headers = headers
         self.is_open = False
 
     async def send(self, data: bytes) -> None:
         if not self.is_open:
             self.is_open = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+            await self._start({"type": "http.response.start", "status": 200, "headers": self._headers})
+        await self._body({"type": "http.response.body", "body": data, "more_body": True})
 
     async def close(self) -> None:
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self._body({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def by_port(apps: Mapping[int, ASGIApp], *, otherwise: ASGIApp) -> ASGIApp:
@@ -169,7 +170,8 @@ def by_port(apps: Mapping[int, ASGIApp], *, otherwise: ASGIApp) -> ASGIApp:
 class RequestIds:
     """Answers every request with an `x-request-id`: the client's, where it is one, else a new one.
 
-    It is a label for people and logs; `request_label` reads it. Nothing inside is keyed by it.
+    It is a label for people and logs; `request_label` reads it. Nothing inside is keyed by it. Whatever wraps
+    `send` wants to see heads only: streams send their bodies past it, by the server's own.
     """
 
     def __init__(self, app: ASGIApp, new_id: Callable[[], str]) -> None:
@@ -184,6 +186,7 @@ class RequestIds:
         is_label = given.isascii() and given.isprintable() and 0 < len(given) <= _MAX_LABEL_CHARS
         label = given if is_label else self._new_id()
         scope["paceline.request_id"] = label
+        scope["paceline.send"] = send
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

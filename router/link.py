@@ -31,6 +31,8 @@ from wire.work import (
 
 _log = logging.getLogger(__name__)
 
+_LAST_WORDS = (Rejected, Finished, Preempted, Failed)
+
 UNSENDABLE = "invalid_request"
 """The code of a Submit that the wire cannot carry, as if the node had refused it."""
 
@@ -182,7 +184,7 @@ class Link:
         if leg is None:
             self._on_late()
             return
-        if isinstance(event, Rejected | Finished | Preempted | Failed):
+        if isinstance(event, _LAST_WORDS):
             del self._legs[event.tid]
             leg.is_ended = True
         leg.mailbox.put(Arrival(leg.side, event))

@@ -6,6 +6,8 @@ Both legs of an attempt deliver into one mailbox. Must never know links or what 
 import asyncio
 from dataclasses import dataclass
 
+import msgspec
+
 from router.errors import ConsumerTooSlow, DeadlineExceeded
 from wire.work import Event
 
@@ -17,8 +19,7 @@ class LinkLost:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(msgspec.Struct, frozen=True, gc=False):
     """One event and the side of the pair it came from: "prefill" or "decode"."""
 
     side: str
@@ -31,7 +32,7 @@ class Mailbox:
     def __init__(self, *, capacity: int) -> None:
         self._capacity = capacity
         self._waiting: list[Arrival] = []
-        self._has_news = asyncio.Event()
+        self._news: asyncio.Future[None] | None = None
         self._is_overflowing = False
         self._is_expired = False
 
@@ -40,21 +41,26 @@ class Mailbox:
             self._is_overflowing = True
         else:
             self._waiting.append(arrival)
-        self._has_news.set()
+        self._wake()
 
     def expire(self) -> None:
         """The reader's time is up: it still gets what waits, then DeadlineExceeded."""
         self._is_expired = True
-        self._has_news.set()
+        self._wake()
 
     async def take(self) -> list[Arrival]:
         """All that waits, at least one, in order of arrival. Raises ConsumerTooSlow, DeadlineExceeded."""
         if not (self._waiting or self._is_expired):
-            await self._has_news.wait()
-        self._has_news.clear()
+            self._news = asyncio.get_running_loop().create_future()
+            await self._news
         if self._is_overflowing:
             raise ConsumerTooSlow(f"the stream was not read: {self._capacity} events are waiting")
         if not self._waiting:
             raise DeadlineExceeded("the request's deadline passed")
         arrivals, self._waiting = self._waiting, []
         return arrivals
+
+    def _wake(self) -> None:
+        news, self._news = self._news, None
+        if news is not None and not news.done():
+            news.set_result(None)

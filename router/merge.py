@@ -3,7 +3,7 @@
 Owns the output so far, and what the prompt's own tokens scored. Must never know nodes, attempts or time.
 """
 
-from dataclasses import replace
+import msgspec
 
 from router.requests import Delta
 from wire.work import PromptLogprobs, TokenLogprob, Tokens
@@ -51,21 +51,22 @@ class TokenMerger:
 
     def add(self, tokens: Tokens) -> list[Delta]:
         """Take one report in; returns what may now be delivered, in order. Raises MergeFault."""
-        end = tokens.first_index + len(tokens.ids)
-        if not tokens.ids or tokens.first_index < 0 or end > self._max_tokens:
-            raise MergeFault(f"tokens [{tokens.first_index}, {end}) of at most {self._max_tokens}")
+        first = tokens.first_index
+        end = first + len(tokens.ids)
+        if not tokens.ids or first < 0 or end > self._max_tokens:
+            raise MergeFault(f"tokens [{first}, {end}) of at most {self._max_tokens}")
         if tokens.logprobs is not None and len(tokens.logprobs) != len(tokens.ids):
             raise MergeFault(f"{len(tokens.logprobs)} logprobs for {len(tokens.ids)} tokens")
-        if tokens.first_index == 0 and self.wants_scores:
+        if first == 0 and self.wants_scores:
             raise MergeFault(
                 f"{len(self._scores)} of {self._num_scores} prompt scores before the first token"
             )
-        if tokens.first_index > len(self.delivered):
+        if first > len(self.delivered):
             self._hold(tokens)
             return []
         ready = self._deliver(tokens)
-        while self._early and (first := min(self._early)) <= len(self.delivered):
-            ready += self._deliver(self._early.pop(first))
+        while self._early and (held := min(self._early)) <= len(self.delivered):
+            ready += self._deliver(self._early.pop(held))
         return ready
 
     def _hold(self, tokens: Tokens) -> None:
@@ -92,7 +93,7 @@ class TokenMerger:
         self.delivered.extend(tokens.ids[known:])
         delta = _tail(tokens, known)
         if delta.first_index == 0 and self._num_scores is not None:
-            delta = replace(delta, prompt_logprobs=tuple(self._scores))
+            delta = msgspec.structs.replace(delta, prompt_logprobs=tuple(self._scores))
         return [delta]
 
 

@@ -6,6 +6,8 @@ Plain values. Must never know text, HTTP, gRPC or which node does what.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from wire.tally import Tally
 from wire.work import GrammarSpec, SamplingParams, TokenLogprob
 
@@ -58,8 +60,7 @@ class GenerateRequest:
             raise ValueError(f"deadline_s must be positive, got {self.deadline_s!r}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """New tokens of one request: output indices [first_index, first_index + len(ids)), never empty.
 
     Deltas arrive in index order without gap or repeat. The first `accepted` ids were drafts, out of

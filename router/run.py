@@ -3,7 +3,6 @@
 Owns the tallies that become its Outcome. Must never know links, policies or how to dispatch.
 """
 
-import asyncio
 from collections import Counter
 from dataclasses import replace
 
@@ -76,13 +75,12 @@ class Run:
             error = summary.ending if summary.is_failure else ""
             self._span.end(at=summary.ended_at, attributes=attributes, error=error)
 
-    def dispatch(self) -> None:
+    def dispatch(self, *, now: float) -> None:
         """One more attempt begins."""
         self.num_attempts += 1
-        self._dispatched_at = asyncio.get_running_loop().time()
+        self._dispatched_at = now
 
-    def deliver(self, delta: Delta) -> None:
-        now = asyncio.get_running_loop().time()
+    def deliver(self, delta: Delta, *, now: float) -> None:
         if self.first_token_at is None:
             self.first_token_at = now
         else:

@@ -31,8 +31,10 @@ def require(field: str, value: object, *, holds: bool, rule: str) -> None:
 
 
 def unpack_tid(tid: TidMessage, field: str) -> TransferId:
-    require(field, tid.request_id, holds=bool(tid.request_id), rule="set, with a request id")
-    return TransferId(tid.request_id, tid.attempt)
+    request_id = tid.request_id
+    if not request_id:
+        malformed(field, request_id, "set, with a request id")
+    return TransferId(request_id, tid.attempt)
 
 
 def unpack_incarnation(text: str, field: str) -> Incarnation:

@@ -285,14 +285,16 @@ def _pack_tokens(tokens: Tokens) -> pb.Tokens:
 
 
 def _unpack_tokens(tid: TransferId, tokens: pb.Tokens) -> Tokens:
-    count = len(tokens.logprobs)
-    holds = not tokens.has_logprobs or count == len(tokens.ids)
-    require("tokens.logprobs", count, holds=holds, rule=f"{len(tokens.ids)} values")
+    ids, logprobs = tuple(tokens.ids), None
+    if tokens.has_logprobs:
+        logprobs = _unpack_logprobs(tokens.logprobs, "tokens.logprobs")
+        holds = len(logprobs) == len(ids)
+        require("tokens.logprobs", len(logprobs), holds=holds, rule=f"{len(ids)} values")
     return Tokens(
         tid=tid,
         first_index=tokens.first_index,
-        ids=tuple(tokens.ids),
-        logprobs=_unpack_logprobs(tokens.logprobs, "tokens.logprobs") if tokens.has_logprobs else None,
+        ids=ids,
+        logprobs=logprobs,
         drafted=tokens.drafted,
         accepted=tokens.accepted,
     )

@@ -3,10 +3,8 @@
 Owns the choices of one request and the order of their chunks. Must never know sockets: the caller sends.
 """
 
-import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -52,6 +50,12 @@ class Exchange:
         self._manner = manner
         self._prompt_lens = tuple(prompt_lens)
         self._ends: dict[int, Ended] = {}
+        wants_more = envelope.num_top is not None or envelope.wants_token_ids
+        self._shows_silence = wants_more or manner.is_debug
+        # What all events of the answer begin with, and what most of them end with.
+        self._begin = b"data: " + _encode(self._root(manner.chunk_name, [])).removesuffix(b"]}")
+        self._extra: Json = {"usage": None} if manner.wants_usage else {}
+        self._end = _ending(self._extra)
 
     async def body(self) -> Json:
         """The whole answer. Raises RouterError."""
@@ -78,16 +82,16 @@ class Exchange:
 
     async def stream(self, send: Send) -> None:
         """Sends every event, `[DONE]` last. After a RouterError nothing may follow but the error."""
-        lock = asyncio.Lock()
-        opened: set[int] = set()
+        unopened = set(range(len(self._choices)))
 
         async def forward(index: int, item: TextDelta | Ended) -> None:
-            async with lock:
-                data = b"" if index in opened else self._opening(index, item)
-                opened.add(index)
-                data += self._closing(index, item) if isinstance(item, Ended) else self._delta(index, item)
-                if data:
-                    await send(data)
+            data = b""
+            if index in unopened:
+                unopened.remove(index)
+                data = self._opening(index, item)
+            data += self._closing(index, item) if isinstance(item, Ended) else self._delta(index, item)
+            if data:
+                await send(data)
 
         await self._run(forward)
         await send(self._last())
@@ -98,40 +102,38 @@ class Exchange:
     def _opening(self, index: int, item: TextDelta | Ended) -> bytes:
         first = None if isinstance(item, Ended) else item
         choice = self._choices[index].shape.opening(first)
-        return b"" if choice is None else self._event([choice])
+        return b"" if choice is None else self._event(choice)
 
     def _delta(self, index: int, delta: TextDelta) -> bytes:
         """Tokens whose text is not definite yet make no chunk, unless the client asked for more than text."""
-        envelope, is_debug = self._envelope, self._manner.is_debug
-        choice = self._choices[index].shape.chunk(delta)
-        is_wanted = delta.ids and (envelope.num_top is not None or envelope.wants_token_ids or is_debug)
-        if not self._choices[index].shape.has_text(choice) and not is_wanted:
+        shape = self._choices[index].shape
+        choice = shape.chunk(delta)
+        if not shape.has_text(choice) and not (self._shows_silence and delta.ids):
             return b""
+        if not self._manner.is_debug:
+            return self._event(choice)
         counts = {
             "accepted": delta.accepted,
             "accepted_chars": delta.accepted_chars,
             "ids": len(delta.ids),
         }
-        return self._event([choice], {"paceline": counts} if is_debug else {})
+        return self._event(choice, {"paceline": counts})
 
     def _closing(self, index: int, end: Ended) -> bytes:
         self._ends[index] = end
         is_last = len(self._ends) == len(self._choices) and not self._manner.wants_usage
         extra = extension(self._ends) if is_last else {}
-        return self._event([self._choices[index].shape.closing(end.reason)], extra)
+        return self._event(self._choices[index].shape.closing(end.reason), extra)
 
     def _last(self) -> bytes:
         if not self._manner.wants_usage:
             return DONE
-        return self._event([], {"usage": self._usage(), **extension(self._ends)}) + DONE
+        return self._event(None, {"usage": self._usage(), **extension(self._ends)}) + DONE
 
-    def _event(self, choices: list[Json], extra: Mapping[str, Any] | None = None) -> bytes:
-        root = self._root(self._manner.chunk_name, choices)
-        if self._manner.wants_usage:
-            root["usage"] = None
-        if extra:
-            root.update(extra)
-        return sse(root)
+    def _event(self, choice: Json | None, extra: Json | None = None) -> bytes:
+        """A chunk with one choice or none; `extra` stands beside the choices."""
+        shown = b"" if choice is None else _encode(choice)
+        return self._begin + shown + (_ending({**self._extra, **extra}) if extra else self._end)
 
     def _root(self, object_name: str, choices: list[Json]) -> Json:
         return {
@@ -151,9 +153,18 @@ def sse(value: Json, *, kind: str = "") -> bytes:
 
     Clients that split text at all of Unicode's line ends, as Python's `splitlines` does, find none in it.
     """
+    head = b"event: " + kind.encode() + b"\ndata: " if kind else b"data: "
+    return head + _encode(value) + b"\n\n"
+
+
+def _encode(value: Json) -> bytes:
     data = msgspec.json.encode(value)
     if not data.isascii():
         for line_end, escape in _LINE_ENDS:
             data = data.replace(line_end, escape)
-    head = b"event: " + kind.encode() + b"\ndata: " if kind else b"data: "
-    return head + data + b"\n\n"
+    return data
+
+
+def _ending(extra: Json) -> bytes:
+    """What follows the choices of an event."""
+    return b"]" + (b"," + _encode(extra)[1:] if extra else b"}") + b"\n\n"

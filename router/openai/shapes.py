@@ -5,8 +5,10 @@ Owns their form, which strict clients check. Must never know where tokens come f
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+import msgspec
 
 from router.generation import Ended, TextDelta
 from router.openai.chat_parts import ChatParts
@@ -210,7 +212,7 @@ def joined(deltas: Sequence[TextDelta]) -> TextDelta:
     """All deltas of a choice as one."""
     first = TextDelta(text="", ids=()) if not deltas else deltas[0]
     logprobs = [delta.logprobs for delta in deltas if delta.logprobs is not None]
-    return replace(
+    return msgspec.structs.replace(
         first,
         text="".join(delta.text for delta in deltas),
         ids=tuple(token_id for delta in deltas for token_id in delta.ids),

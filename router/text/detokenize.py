@@ -34,18 +34,23 @@ class ByteDetokenizer:
     def __init__(self, token_bytes: Sequence[bytes], special_ids: Container[int]) -> None:
         self._token_bytes = token_bytes
         self._special_ids = special_ids
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = b""
 
     def push(self, token_id: int) -> str:
         if token_id in self._special_ids or token_id >= len(self._token_bytes):
             return ""
-        return self._utf8.decode(self._token_bytes[token_id])
+        return self._decode(self._held + self._token_bytes[token_id], is_final=False)
 
     def tentative(self) -> str:
         return ""
 
     def finish(self) -> str:
-        return self._utf8.decode(b"", final=True)
+        return self._decode(self._held, is_final=True)
+
+    def _decode(self, data: bytes, *, is_final: bool) -> str:
+        text, num_used = codecs.utf_8_decode(data, "replace", is_final)
+        self._held = data[num_used:]
+        return text
 
 
 class WindowDetokenizer:

@@ -22,11 +22,8 @@ class StopMatcher:
         self._matched = [0] * len(stops)
         self._held = ""
         self._shows_stop = shows_stop
+        self.has_stops = bool(stops)
         self.is_stopped = False
-
-    @property
-    def has_stops(self) -> bool:
-        return bool(self._stops)
 
     def push(self, text: str) -> str:
         """Text to give out, up to the stop string when `is_stopped` is true afterwards."""

@@ -4,14 +4,14 @@ Owns which tokens belong to the answer. Must never know where tokens come from o
 """
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from router.text.detokenize import Detokenizer
 from router.text.stops import StopMatcher
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """New text, and how many of the pushed tokens belong to the answer."""
 
     text: str
@@ -73,6 +73,8 @@ class TextStream:
             if not self._shows_stop:
                 return ""
         text = self._detokenizer.push(token_id)
+        if not self._matcher.has_stops:
+            return text
         shown = self._search(text) if text else ""
         if not self.is_stopped_by_text and self._stops_if_it_ended_here():
             shown += self._search(self._detokenizer.finish())
@@ -81,8 +83,7 @@ class TextStream:
 
     def _stops_if_it_ended_here(self) -> bool:
         """A stop such as a newline may be complete in bytes the detokeniser still holds."""
-        may_stop = self._matcher.has_stops and self.num_tokens > self._min_tokens
-        return may_stop and self._matcher.would_stop(self._detokenizer.tentative())
+        return self.num_tokens > self._min_tokens and self._matcher.would_stop(self._detokenizer.tentative())
 
     def _search(self, text: str) -> str:
         if self.num_tokens <= self._min_tokens:
