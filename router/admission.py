@@ -4,9 +4,10 @@ Owns who waits, how many run, and what each tenant was charged. Must never know 
 request is dispatched: a claim says itself whether there is room for it.
 
 Order: the lowest `priority` first. Among tenants whose best is equal, the one that was charged least per
-weight (virtual token counters, Sheng et al. 2024, "Fairness in Serving Large Language Models", alg. 2).
-Within a tenant, first come first served. A request that finds no room holds back those behind it, so that
-large ones are not starved by small ones.
+weight (virtual token counters, Sheng et al. 2024, "Fairness in Serving Large Language Models", alg. 2). What
+is charged are tokens that were computed, not those of the prefix cache (Cao et al. 2025, "Locality-aware Fair
+Scheduling in LLM Serving"). Within a tenant, first come first served. A request that finds no room holds back
+those behind it, so that large ones are not starved by small ones.
 """
 
 import asyncio

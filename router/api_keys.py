@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from router.errors import BadApiKey, RateLimited
@@ -86,6 +86,36 @@ class User:
     def spend(self, num_tokens: int) -> None:
         """Tokens of a prompt or an answer, once they are known."""
         self._tokens.charge(num_tokens, now=self._clock())
+
+
+class Bill:
+    """What one request costs its user, which is what its usage says: every prompt once, whatever `n`, and the
+    tokens of all answers.
+
+    Enter it where the request is sent on: prompts are charged then, so that many at once are held to the
+    limit too. They are given back when the request fails before its first token, as one that is refused
+    does; who leaves before it pays for them.
+    """
+
+    def __init__(self, user: User, num_prompt_tokens: int) -> None:
+        self._user = user
+        self._num_prompt_tokens = num_prompt_tokens
+        self._has_output = False
+
+    def spend(self, num_tokens: int) -> None:
+        """Tokens of an answer, once it is done with; 0 where only the prompt was worked on."""
+        self._has_output = True
+        self._user.spend(num_tokens)
+
+    def __enter__(self) -> None:
+        self._user.spend(self._num_prompt_tokens)
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        has_failed = isinstance(error, Exception)  # being cancelled is none
+        if has_failed and not self._has_output:
+            self._user.spend(-self._num_prompt_tokens)
 
 
 class ApiKeys:

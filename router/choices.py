@@ -4,18 +4,24 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 
+from router.api_keys import Bill
 from router.errors import RouterError
 from router.generation import Ended, Generation, TextDelta
 
 Emit = Callable[[int, TextDelta | Ended], Awaitable[None]]
 
 
-async def run_all(generations: Sequence[Generation], emit: Emit) -> None:
+async def run_all(generations: Sequence[Generation], emit: Emit, *, bill: Bill) -> None:
     """Run them all; `emit` gets the place of a generation and its next item, one at a time. The first
-    RouterError closes all and is raised, as does being cancelled."""
-    if len(generations) == 1:
-        await _pump(0, generations[0], emit)
-        return
+    RouterError closes all and is raised, as does being cancelled. `bill`: of all of them."""
+    with bill:
+        if len(generations) == 1:
+            await _pump(0, generations[0], emit)
+        else:
+            await _run_several(generations, emit)
+
+
+async def _run_several(generations: Sequence[Generation], emit: Emit) -> None:
     lock = asyncio.Lock()
 
     async def emit_alone(index: int, item: TextDelta | Ended) -> None:

@@ -172,7 +172,7 @@ class Dispatcher:
         )
 
     def _leave(self, run: Run, claim: Claim) -> None:
-        self._admission.leave(claim, used=len(run.request.prompt_ids) + len(run.merger.delivered))
+        self._admission.leave(claim, used=run.num_computed_tokens)
         now = asyncio.get_running_loop().time()
         self._stats.ended(run.ending, seconds=now - run.started)
         summary = run.summary(now=now)

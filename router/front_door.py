@@ -14,10 +14,6 @@ from router.text.options import AS_USUAL, OPEN_ANSWER, PromptOptions, TemplateOp
 from router.text.tokenizer import Tokenizer
 
 
-def _for_free(_num_tokens: int) -> None:
-    """Nobody is charged."""
-
-
 class FrontDoor:
     """Raises RouterError wherever a request cannot be served."""
 
@@ -76,9 +72,9 @@ class FrontDoor:
         return self._planner.plan(prompt_ids, options, facts=facts, label=label, choice=choice, param=param)
 
     def generation(
-        self, plan: Plan, *, spend: Callable[[int], None] = _for_free, tells_texts: bool = False
+        self, plan: Plan, *, spend: Callable[[int], None], tells_texts: bool = False
     ) -> Generation:
-        """`spend` is told the tokens of the prompt and the answer, when both are done with."""
+        """`spend` is told the tokens of the answer when it is done with, if a first one came."""
         return Generation(
             plan,
             dispatcher=self._dispatcher,

@@ -122,7 +122,7 @@ class Generation:
                     yield delta
         finally:
             if first_at is not None:
-                self._spend(len(self._request.prompt_ids) + self._stream.num_tokens)
+                self._spend(self._stream.num_tokens)
         if last is not None:
             yield last
         elif rest := self._stream.finish():

@@ -14,7 +14,7 @@ from typing import Any, Never
 
 import grpc
 
-from router.api_keys import ApiKeys, User
+from router.api_keys import ApiKeys, Bill, User
 from router.choices import run_all
 from router.errors import BadApiKey, BadRequest, DeadlineExceeded, RouterError
 from router.front_door import FrontDoor
@@ -143,7 +143,8 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
                 add_totals(ended, ends, num_prompt_tokens=len(prompt_ids))
             await context.write(ended)
 
-        await run_all([self._door.generation(plan, spend=user.spend) for plan in plans], tell)
+        bill = Bill(user, len(prompt_ids))
+        await run_all([self._door.generation(plan, spend=bill.spend) for plan in plans], tell, bill=bill)
 
     async def _plans(
         self, request: generate_pb2.GenerateRequest, label: Label, tools: Tools | None

@@ -56,6 +56,15 @@ class Run:
         self._bad_nodes: set[str] = set()
         self._bad_routes: set[tuple[str | None, str]] = set()
 
+    @property
+    def num_computed_tokens(self) -> int:
+        """What it cost the nodes, as far as it is the user's doing: the prompt without what the cache had, as
+        they told, and the answer. A prompt counts in full from its dispatch on, until the cache is known."""
+        if not self.num_attempts:
+            return 0
+        num_prompt = len(self.request.prompt_ids)
+        return num_prompt - min(self._cached_tokens or 0, num_prompt) + len(self.merger.delivered)
+
     def start(self, *, now: float) -> None:
         """It has waited long enough for its turn."""
         self.queue_s = now - self.started

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from router.api_keys import User
+from router.api_keys import Bill, User
 from router.errors import BadRequest
 from router.front_door import FrontDoor
 from router.openai.chat_format import ChatFormat
@@ -20,7 +20,7 @@ from router.openai.responses import ResponseRequest
 from router.openai.shapes import ChatShape, CompletionShape, Envelope, Json, ShownPrompt
 from router.openai.tokenizing import DetokenizeRequest, TokenizeRequest
 from router.openai.tools import Tools
-from router.planning import Label, ModelFacts, check_token_ids, cut
+from router.planning import Label, ModelFacts, Plan, check_token_ids, cut
 from router.text.options import TemplateOptions
 
 _COMPLETION = Manner(object_name="text_completion", chunk_name="text_completion")
@@ -73,12 +73,11 @@ class Answers:
             for index in range(len(prompts) * wishes.n)
         ]
         manner = _manner(_COMPLETION, wishes, origin)
-        choices = self._choices(
-            list(zip(prompts, params, strict=True)), shapes, wishes, origin=origin, facts=facts
-        )
-        return Exchange(
-            choices, envelope=envelope, manner=manner, prompt_lens=[len(prompt) for prompt in prompts]
-        )
+        prompt_lens = [len(prompt) for prompt in prompts]
+        bill = Bill(origin.user, sum(prompt_lens))
+        plans = self._plans(list(zip(prompts, params, strict=True)), wishes, origin=origin, facts=facts)
+        choices = self._choices(plans, shapes, bill)
+        return Exchange(choices, envelope=envelope, manner=manner, prompt_lens=prompt_lens, bill=bill)
 
     async def chat(self, request: ChatRequest, origin: Origin) -> Exchange:
         """Raises RouterError."""
@@ -101,8 +100,10 @@ class Answers:
             for index in range(wishes.n)
         ]
         manner = _manner(_CHAT, wishes, origin)
-        choices = self._choices([(prompt, "messages")], shapes, wishes, origin=origin, facts=facts)
-        return Exchange(choices, envelope=envelope, manner=manner, prompt_lens=[len(prompt)])
+        bill = Bill(origin.user, len(prompt))
+        plans = self._plans([(prompt, "messages")], wishes, origin=origin, facts=facts)
+        choices = self._choices(plans, shapes, bill)
+        return Exchange(choices, envelope=envelope, manner=manner, prompt_lens=[len(prompt)], bill=bill)
 
     async def response(self, request: ResponseRequest, origin: Origin) -> ResponseExchange:
         """Raises RouterError."""
@@ -120,10 +121,12 @@ class Answers:
             shown={**request.shown, "temperature": sampling.temperature, "top_p": sampling.top_p},
             num_prompt_tokens=len(prompt),
         )
+        bill = Bill(origin.user, len(prompt))
         return ResponseExchange(
-            self._door.generation(plan, spend=origin.user.spend, tells_texts=True),
+            self._door.generation(plan, spend=bill.spend, tells_texts=True),
             self._output(request.tools, wishes, prompt),
             shape,
+            bill=bill,
             wall_clock=self._wall_clock,
         )
 
@@ -174,25 +177,29 @@ class Answers:
             return prompt
         return self._door.tokenizer.decode(ids, shows_special=wishes.options.shows_special)
 
-    def _choices(
+    def _plans(
         self,
         prompts: Sequence[tuple[tuple[int, ...], str]],
-        shapes: Sequence[CompletionShape | ChatShape],
         wishes: Wishes,
         *,
         origin: Origin,
         facts: ModelFacts,
-    ) -> list[Choice]:
-        """Choice i belongs to prompt i // n."""
+    ) -> list[Plan]:
+        """n for each prompt, one prompt after the other."""
         label = _label(origin, wishes)
-        choices: list[Choice] = []
-        for index, shape in enumerate(shapes):
-            prompt, param = prompts[index // wishes.n]
-            plan = self._door.plan(
-                prompt, wishes.options, facts=facts, label=label, choice=index % wishes.n, param=param
-            )
-            choices.append(Choice(self._door.generation(plan, spend=origin.user.spend), shape))
-        return choices
+        return [
+            self._door.plan(prompt, wishes.options, facts=facts, label=label, choice=choice, param=param)
+            for prompt, param in prompts
+            for choice in range(wishes.n)
+        ]
+
+    def _choices(
+        self, plans: Sequence[Plan], shapes: Sequence[CompletionShape | ChatShape], bill: Bill
+    ) -> list[Choice]:
+        return [
+            Choice(self._door.generation(plan, spend=bill.spend), shape)
+            for plan, shape in zip(plans, shapes, strict=True)
+        ]
 
     def _envelope(self, prefix: str, wishes: Wishes, facts: ModelFacts) -> Envelope:
         return Envelope(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from router.api_keys import Bill
 from router.choices import Emit, run_all
 from router.generation import Ended, Generation, TextDelta
 from router.openai.shapes import Envelope, Json, Shape, extension, joined, usage
@@ -43,8 +44,15 @@ class Exchange:
     """
 
     def __init__(
-        self, choices: Sequence[Choice], *, envelope: Envelope, manner: Manner, prompt_lens: Sequence[int]
+        self,
+        choices: Sequence[Choice],
+        *,
+        envelope: Envelope,
+        manner: Manner,
+        prompt_lens: Sequence[int],
+        bill: Bill,
     ) -> None:
+        self._bill = bill
         self._choices = tuple(choices)
         self._envelope = envelope
         self._manner = manner
@@ -97,7 +105,7 @@ class Exchange:
         await send(self._last())
 
     async def _run(self, emit: Emit) -> None:
-        await run_all([choice.generation for choice in self._choices], emit)
+        await run_all([choice.generation for choice in self._choices], emit, bill=self._bill)
 
     def _opening(self, index: int, item: TextDelta | Ended) -> bytes:
         first = None if isinstance(item, Ended) else item

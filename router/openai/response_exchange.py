@@ -4,8 +4,9 @@ Owns the order of its events. Must never know sockets: the caller sends.
 """
 
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
 
+from router.api_keys import Bill
+from router.choices import run_all
 from router.errors import RouterError
 from router.generation import Ended, Generation, TextDelta
 from router.openai.response_output import ResponseOutput
@@ -23,8 +24,10 @@ class ResponseExchange:
         output: ResponseOutput,
         shape: ResponseShape,
         *,
+        bill: Bill,
         wall_clock: Callable[[], float],
     ) -> None:
+        self._bill = bill
         self._generation = generation
         self._output = output
         self._shape = shape
@@ -32,13 +35,17 @@ class ResponseExchange:
 
     async def body(self) -> Json:
         """The whole answer. Raises RouterError."""
-        async with aclosing(self._generation.run()) as items:
-            async for item in items:
-                if isinstance(item, Ended):
-                    self._output.finish(is_cut=item.is_cut)
-                    return self._whole(item)
+        ends: list[Ended] = []
+
+        async def collect(_: int, item: TextDelta | Ended) -> None:
+            if isinstance(item, Ended):
+                ends.append(item)
+            else:
                 self._output.push(item)
-        raise AssertionError("a generation ends with Ended")
+
+        await run_all([self._generation], collect, bill=self._bill)
+        self._output.finish(is_cut=ends[0].is_cut)
+        return self._whole(ends[0])
 
     async def stream(self, send: Send) -> None:
         """Sends every event; none follows the last one, which is not `[DONE]`.
@@ -46,17 +53,17 @@ class ResponseExchange:
         Raises RouterError before the first event; a later one becomes `response.failed`.
         """
         writer = EventWriter(self._shape)
-        is_open = False
+
+        async def forward(_: int, item: TextDelta | Ended) -> None:
+            data = b"" if writer.is_open else writer.opening()
+            data += self._next(writer, item)
+            if data:
+                await send(data)
+
         try:
-            async with aclosing(self._generation.run()) as items:
-                async for item in items:
-                    data = b"" if is_open else writer.opening()
-                    data += self._next(writer, item)
-                    is_open = True
-                    if data:
-                        await send(data)
+            await run_all([self._generation], forward, bill=self._bill)
         except RouterError as error:
-            if not is_open:
+            if not writer.is_open:
                 raise
             await send(writer.failed(error))
 

@@ -86,6 +86,10 @@ class EventWriter:
         self._shape = shape
         self._next = 0
 
+    @property
+    def is_open(self) -> bool:
+        return self._next > 0
+
     def opening(self) -> bytes:
         """Everything before the first item."""
         started = {"response": self._shape.unfinished()}
