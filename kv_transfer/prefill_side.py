@@ -22,7 +22,8 @@ state does not list (`_LISTED`) is counted in `faults` and ends the tid.
 
 A settled write changes no page of D's any more (`kv_transfer.transport`), hence Drained; the exception,
 failures that follow PeerGone, is kept by answering PeerGone with `close_peer` and `peer_lost` at once: the
-tids are gone before such a failure is fed in. Feed what arrived before `tick`.
+tids are gone before such a failure is fed in. But a transport may still read our pages then: those of a lost
+peer's open writes are released when the last of them settles. Feed what arrived before `tick`.
 """
 
 from collections import Counter
@@ -60,6 +61,7 @@ from kv_transfer.messages import (
 )
 from kv_transfer.outgoing import OutgoingPages
 from kv_transfer.transport import CompletionEvent, WriteHandle
+from kv_transfer.unsettled import UnsettledWrites
 
 
 class PrefillState(StrEnum):
@@ -135,6 +137,7 @@ class PrefillTransfers:
         self._ended = ended or EndedTransfers()
         self._live: dict[TransferId, _Transfer] = {}
         self._peers: dict[Incarnation, bool] = {}  # connected ones; the value: do pages carry checksums
+        self._unsettled = UnsettledWrites()
         self._out: list[PrefillAction] = []
         self.faults: Counter[str] = Counter()
 
@@ -149,7 +152,7 @@ class PrefillTransfers:
     @property
     def is_writing(self) -> bool:
         """Is any write not settled?"""
-        return any(transfer.is_writing for transfer in self._live.values())
+        return bool(self._unsettled) or any(transfer.is_writing for transfer in self._live.values())
 
     def state(self, tid: TransferId) -> PrefillState | None:
         """None once it ended, or when it was never seen."""
@@ -162,7 +165,8 @@ class PrefillTransfers:
         self, tid: TransferId, *, peer: Incarnation, num_prompt_tokens: int, deadline: float, now: float
     ) -> list[PrefillAction]:
         """A request to compute for `peer`. `num_prompt_tokens` counts all of its `prompt_ids`."""
-        code = errors.DUPLICATE if tid in self._live else self._ended.code(tid)
+        is_held = tid in self._live or tid in self._unsettled
+        code = errors.DUPLICATE if is_held else self._ended.code(tid)
         if code is not None:
             return [self._refuse(tid, code)]
         transfer = _Transfer(
@@ -235,12 +239,16 @@ class PrefillTransfers:
     def peer_lost(
         self, peer: Incarnation, *, reason: str, code: str = errors.PEER_LOST
     ) -> list[PrefillAction]:
-        """Its connection is torn down (or was refused): no write to it reads our pages any more."""
+        """Its connection is torn down (or was refused): nothing is written to it any more, and what still
+        reads our pages for it settles."""
         self._peers.pop(peer, None)
         for transfer in [each for each in self._live.values() if each.peer == peer]:
             if transfer.state is not PrefillState.CANCELLING:
                 self._report(transfer, code, reason)
-            self._release(transfer)
+            if self._unsettled.keep(transfer.tid, transfer.handles):
+                del self._live[transfer.tid]
+            else:
+                self._release(transfer)
         self._early.drop(peer)
         self._ended.drop(peer)
         return self._take()
@@ -298,7 +306,7 @@ class PrefillTransfers:
         """D has the bytes."""
         transfer = self._settle(handle)
         if transfer is None:
-            return []
+            return self._take()
         if transfer.state is PrefillState.FLUSHING:
             transfer.move(PrefillState.FLUSHING, now + self._timeouts.write_s)
         self._finish(transfer, now)
@@ -308,7 +316,7 @@ class PrefillTransfers:
         """D has not all the bytes, and no more of them will land."""
         transfer = self._settle(handle)
         if transfer is None:
-            return []
+            return self._take()
         if transfer.state is PrefillState.CANCELLING:
             self._finish(transfer, now)
         else:
@@ -384,6 +392,8 @@ class PrefillTransfers:
 
     def _settle(self, handle: WriteHandle) -> _Transfer | None:
         """Take a settled write off the books; None for one of a transfer that is over."""
+        if self._unsettled.settle(handle):
+            self._out.append(ReleasePages(tid=handle.tid))
         transfer = self._live.get(handle.tid)
         if transfer is None or handle not in transfer.handles:
             return None

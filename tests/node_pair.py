@@ -64,6 +64,7 @@ def peers_of(
     is_decode: bool,
     identity: SemanticIdentity,
     allow_seedless: bool = False,
+    checksums: bool = True,
 ) -> PeerTable:
     """`plane`: the fabric, or a bench that makes transports of another kind."""
     layout = engine.pool.layout
@@ -79,7 +80,7 @@ def peers_of(
         identity=with_draft(identity, engine.proposer),
         layout=layout,
         offers=(TransportOffer(name=transport.name, blob=b""),),
-        checksums=True,
+        checksums=checksums,
         allow_seedless=allow_seedless,
     )
     return PeerTable(ours=hello, transports={transport.name: transport}, is_decode=is_decode)
@@ -113,10 +114,11 @@ def make_prefill(
     proposer: Proposer | None = None,
     identity: SemanticIdentity = IDENTITY,
     grammars: Grammars | None = None,
+    checksums: bool = True,
     **engine_options: int,
 ) -> PrefillLoop:
     engine = make_engine(proposer, **engine_options)  # type: ignore[arg-type]
-    peers = peers_of(engine, name, fabric, is_decode=False, identity=identity)
+    peers = peers_of(engine, name, fabric, is_decode=False, identity=identity, checksums=checksums)
     return PrefillLoop(
         engine=engine,
         transfers=PrefillTransfers(
@@ -138,11 +140,20 @@ def make_decode(
     identity: SemanticIdentity = IDENTITY,
     grammars: Grammars | None = None,
     allow_seedless: bool = False,
+    checksums: bool = True,
     **engine_options: int,
 ) -> DecodeLoop:
     proposer = proposer or create_proposer(algorithm, default_options(algorithm))
     engine = make_engine(proposer, **engine_options)  # type: ignore[arg-type]
-    peers = peers_of(engine, name, fabric, is_decode=True, identity=identity, allow_seedless=allow_seedless)
+    peers = peers_of(
+        engine,
+        name,
+        fabric,
+        is_decode=True,
+        identity=identity,
+        allow_seedless=allow_seedless,
+        checksums=checksums,
+    )
     return DecodeLoop(
         engine=engine,
         transfers=DecodeTransfers(

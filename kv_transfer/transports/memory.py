@@ -5,11 +5,12 @@ its own: whatever is due by the injected clock happens in a `poll` of any member
 
 Teardown: `close_peer` ends the connection for its own side at once. A copy of that connection that falls
 due later is discarded and counted (`discarded_pages`), also after the same two connect again.
+The writer's `close_peer` settles its writes; their bytes, read by then, stay under way.
 A cut alone does not protect the receiver: bytes under way still land until it calls `close_peer`.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kv_transfer.ids import Incarnation, TransferId
@@ -39,6 +40,7 @@ class Fault:
     failure: str = ""  # settles as WriteFailed with this reason instead of landing
     num_duplicates: int = 0  # lands again this many times, `delay_s` apart, with a Landed each
     ignores_cancel: bool = False  # under way beyond recall: a late write
+    outlives_peer: bool = False  # `close_peer` cannot release it: it settles, read until then, when it is due
 
     def __post_init__(self) -> None:
         if self.delay_s < 0 or self.notice_delay_s < 0:
@@ -65,6 +67,12 @@ class _Copy:
     is_settled: bool = False
     is_duplicate: bool = False
     are_bytes_moved: bool = False
+    read: tuple[bytes, ...] | None = None  # what the pages held when it settled before its bytes moved
+
+    def source(self) -> tuple[bytes | memoryview, ...]:
+        """The bytes of its pages, as they are or were when the writer could have them back."""
+        memory = self.writer.memory
+        return self.read or tuple(memory.page(page) for page in self.pages.local_pages)
 
 
 class MemoryFabric:
@@ -142,7 +150,7 @@ class MemoryFabric:
 
     def _step(self, copy: _Copy) -> None:
         if not copy.are_bytes_moved and not copy.fault.failure:
-            if not copy.receiver.accept(copy.writer.incarnation, copy.connection, copy.pages, copy.writer):
+            if not copy.receiver.accept(copy.writer.incarnation, copy.connection, copy.pages, copy.source()):
                 self._discard(copy)
                 return
             copy.are_bytes_moved = True
@@ -177,10 +185,12 @@ class MemoryFabric:
                 self._finish(copy, CANCELLED)
 
     def abandon(self, writer: "MemoryTransport", peer: Incarnation, reason: str) -> None:
-        """Settle the writer's open writes to a peer; their bytes stay under way."""
+        """Settle the writer's open writes to a peer; their bytes, read by now, stay under way."""
         for copy in self._copies:
-            if copy.writer is writer and copy.handle.peer == peer and not copy.is_settled:
+            is_open = copy.writer is writer and copy.handle.peer == peer and not copy.is_settled
+            if is_open and not (copy.fault.outlives_peer and not copy.fault.is_dropped):
                 copy.is_settled = True
+                copy.read = tuple(map(bytes, copy.source()))
                 if not copy.is_duplicate:
                     writer.outbox.fail(copy.handle, reason)
         self._copies = [copy for copy in self._copies if not (copy.is_settled and copy.fault.is_dropped)]
@@ -276,13 +286,15 @@ class MemoryTransport:
             self.outbox.withdraw_peer(peer, reason)
             self._fabric.abandon(self, peer, reason)
 
-    def accept(self, peer: Incarnation, connection: int, pages: Ready, writer: "MemoryTransport") -> bool:
+    def accept(
+        self, peer: Incarnation, connection: int, pages: Ready, source: Sequence[bytes | memoryview]
+    ) -> bool:
         """Copy pages into our pool; False when the connection they came on is closed."""
         if self._connected.get(peer) != connection:
             return False
         size = self._copy_bytes[peer]
-        for local, remote in zip(pages.local_pages, pages.remote_pages, strict=True):
-            self.memory.page(remote)[:size] = writer.memory.page(local)[:size]
+        for page, remote in zip(source, pages.remote_pages, strict=True):
+            self.memory.page(remote)[:size] = page[:size]
         return True
 
     def notice(self, peer: Incarnation, connection: int, handle: WriteHandle) -> None:

@@ -45,7 +45,8 @@ class SimConfig:
 
     `draft` makes what decode nodes draft with, in place of `algorithm` with its defaults: an algorithm that
     needs nothing of the prefill node.
-    Every message takes up to `max_delay_s`, every step that works `step_s` give or take a half.
+    Every message takes up to `max_delay_s`, every step that works `step_s` give or take a half; one in
+    `1 / stall_share` of them `stall_s`.
     """
 
     seed: int = 0
@@ -54,6 +55,9 @@ class SimConfig:
     algorithm: str = "ngram"
     draft: Callable[[], Proposer] | None = None
     step_s: float = 0.01
+    stall_s: float = 0.0
+    stall_share: float = 0.0
+    checksums: bool = True
     max_delay_s: float = 0.002
     faults: Callable[[WriteHandle], Fault] = no_faults
     engine: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -131,9 +135,16 @@ class SimNode:
         kind = self.address[0]
         options: dict[str, Any] = {**config.engine.get(kind, {}), **config.engine.get(self.address, {})}
         if kind == "P":
-            return make_prefill(self.incarnation, fabric, **options)
+            return make_prefill(self.incarnation, fabric, checksums=config.checksums, **options)
         proposer = None if config.draft is None else config.draft()
-        return make_decode(self.incarnation, fabric, algorithm=config.algorithm, proposer=proposer, **options)
+        return make_decode(
+            self.incarnation,
+            fabric,
+            algorithm=config.algorithm,
+            proposer=proposer,
+            checksums=config.checksums,
+            **options,
+        )
 
     def _record(self, role: str) -> NodeRecord:
         layout = self.core.hello().layout
@@ -192,7 +203,8 @@ class SimCluster:
         return next(self._request_ids)
 
     def draw_step_s(self) -> float:
-        return self.config.step_s * self.rng.uniform(0.5, 1.5)
+        is_stalled = self.config.stall_share > 0 and self.rng.random() < self.config.stall_share
+        return self.config.stall_s if is_stalled else self.config.step_s * self.rng.uniform(0.5, 1.5)
 
     # nodes
 

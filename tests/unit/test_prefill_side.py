@@ -265,7 +265,7 @@ OUTCOMES: dict[tuple[PrefillState, str], tuple[list[PrefillAction] | str, Prefil
     (F, "cancel"): ([report(*CANCELLED), CUT_FIRST, CUT_REST, failed(*CANCELLED)], X),
     (F, "cancel_transfer"): ([report(*BY_PEER), CUT_FIRST, CUT_REST, failed(*BY_PEER)], X),
     (F, "fail"): ([report(*FULL), CUT_FIRST, CUT_REST, failed(*FULL)], X),
-    (F, "peer_lost"): ([LOST, RELEASE], None),
+    (F, "peer_lost"): ([LOST], None),
     (X, "planned"): ([], X),
     (X, "reserve"): (FAULT, X),
     (X, "computed"): ([], X),
@@ -276,7 +276,7 @@ OUTCOMES: dict[tuple[PrefillState, str], tuple[list[PrefillAction] | str, Prefil
     (X, "cancel"): ([], X),
     (X, "cancel_transfer"): ([], X),
     (X, "fail"): ([], X),
-    (X, "peer_lost"): ([RELEASE], None),
+    (X, "peer_lost"): ([], None),
 }
 
 
@@ -519,5 +519,20 @@ def test_a_write_that_does_not_settle_costs_the_peer_its_connection_and_keeps_th
     assert transfers.tick(2.9) == []
     assert transfers.tick(3.0) == [close]
     assert transfers.tick(6.0) == [close]
-    assert transfers.peer_lost(D, reason="torn down") == [RELEASE]
+    assert transfers.peer_lost(D, reason="torn down") == []
     assert transfers.next_deadline is None
+    assert transfers.is_writing
+    assert transfers.write_failed(FIRST, reason="peer closed", now=7.0) == [RELEASE]
+    assert not transfers.is_writing
+
+
+def test_pages_of_a_lost_peers_writes_are_released_when_the_last_of_them_settles() -> None:
+    transfers = in_state(PrefillState.FLUSHING)
+    assert transfers.peer_lost(D, reason="gone") == [LOST]
+    transfers.peer_ready(D, has_checksums=False)
+    assert [type(action) for action in submit(transfers)] == [Refuse]
+    assert transfers.tick(1000.0) == []
+    assert transfers.write_failed(REST, reason="closed", now=1000.0) == []
+    assert transfers.write_failed(REST, reason="closed", now=1000.0) == []
+    assert transfers.write_done(FIRST, now=1001.0) == [RELEASE]
+    assert not transfers.is_writing

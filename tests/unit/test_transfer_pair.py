@@ -62,7 +62,7 @@ Leg = Callable[[Request], None]
 
 @dataclass(kw_only=True)
 class Wire:
-    """One write under way: its bytes are read from P when they land, or when P's end is closed."""
+    """One write under way: its bytes are read from P when they land, or when P's closed end lets go of them."""
 
     handle: WriteHandle
     pages: Ready
@@ -79,6 +79,7 @@ class Node:
     computing: dict[TransferId, int] = field(default_factory=dict)
     connected: set[Incarnation] = field(default_factory=set)
     ends: Counter[TransferId] = field(default_factory=Counter)
+    writing: dict[WriteHandle, None] = field(default_factory=dict)  # P's writes that have not settled
 
     def take(self, tid: TransferId, number: int) -> tuple[int, ...]:
         assert tid not in self.held
@@ -177,6 +178,8 @@ class World:
             each for each, wire in self.wires.items() if (each.peer, wire.prefill) == (decode, prefill)
         ]:
             del self.wires[handle]
+            if decode not in self.prefills[prefill][1].connected:
+                self.hear_settled(prefill, handle, failure="closed by the decode node")
         self.run_decode(decode, machine.peer_lost(prefill, reason="lost"))
         self._lost(decode, prefill)
 
@@ -185,9 +188,13 @@ class World:
         if decode not in node.connected:
             return
         node.connected.discard(decode)
-        for wire in self.wires.values():
-            if (wire.handle.peer, wire.prefill) == (decode, prefill) and wire.snapshot is None:
+        for handle in [each for each in node.writing if each.peer == decode]:
+            wire = self.wires.get(handle)
+            if wire is not None and self.rng.random() < 0.5:
+                continue  # it cannot be released: read until it lands, or until D closes its end
+            if wire is not None and wire.snapshot is None:
                 wire.snapshot = tuple(node.memory[page] for page in wire.pages.local_pages)
+            self.hear_settled(prefill, handle, failure="closed")
         self.run_prefill(prefill, machine.peer_lost(decode, reason="lost"))
         self._lost(decode, prefill)
 
@@ -313,12 +320,13 @@ class World:
         handle = WriteHandle(
             number=number, peer=action.peer, tid=pages.tid, start=pages.start, stop=pages.stop
         )
+        self.prefills[prefill][1].writing[handle] = None
         if prefill not in self.decodes[action.peer][1].connected:
             return handle  # D has closed its end and P has not noticed
         self.wires[handle] = Wire(handle=handle, pages=pages, prefill=prefill)
         fate = self.rng.random()
         if fate < 0.02 * self.faults:
-            return handle  # never lands, never settles
+            return handle  # never lands, and settles only when an end is closed
         if fate < 0.05 * self.faults:
             self.post("write", str(number), event=lambda: self.settle(prefill, handle, failure="broken"))
         else:
@@ -353,9 +361,14 @@ class World:
 
     def settle(self, prefill: Incarnation, handle: WriteHandle, *, failure: str = "") -> None:
         """From here on nothing of this write is read or written; P hears of it when its turn comes."""
-        if self.wires.pop(handle, None) is None:
+        if self.wires.pop(handle, None) is not None:
+            self.hear_settled(prefill, handle, failure=failure)
+
+    def hear_settled(self, prefill: Incarnation, handle: WriteHandle, *, failure: str) -> None:
+        machine, node = self.prefills[prefill]
+        if handle not in node.writing:
             return
-        machine, _ = self.prefills[prefill]
+        del node.writing[handle]
 
         def settled() -> None:
             if failure:
@@ -504,7 +517,7 @@ class World:
     def check_node(self, node: Node, faults: Counter[str], next_deadline: float | None) -> None:
         assert (faults, next_deadline) == ({}, None)
         assert sorted(node.free) == list(range(NUM_PAGES))
-        assert (node.held, node.quarantined, node.computing) == ({}, set(), {})
+        assert (node.held, node.quarantined, node.computing, node.writing) == ({}, set(), {}, {})
         assert {tid: ends for tid, ends in node.ends.items() if ends != 1} == {}
 
 
