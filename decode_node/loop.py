@@ -195,8 +195,13 @@ class DecodeLoop:
         if isinstance(outcome, Refused):
             self._counters["peers_refused"] += 1
             self._outputs.append(PeerRefused(peer=hello.incarnation, refused=outcome))
-            reason = f"refused at handshake: {outcome}"
-            self._do(self._transfers.peer_lost(hello.incarnation, reason=reason, code=errors.INCOMPATIBLE))
+            self._do(
+                self._transfers.peer_lost(
+                    hello.incarnation,
+                    reason=f"refused at handshake: {outcome}",
+                    code=errors.PEER_LOST if outcome.is_transient else errors.INCOMPATIBLE,
+                )
+            )
             return
         self._counters["degraded/transport_fallback"] += self._peers.is_fallback(outcome)
         self._transfers.peer_ready(hello.incarnation, has_checksums=outcome.has_checksums)

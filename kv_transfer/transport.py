@@ -194,7 +194,7 @@ class Transport(Protocol):
 
     def close_peer(self, peer: Incarnation) -> None:
         """Tear the connection down: nothing of that peer can write to us after it. Its writes settle in later
-        polls, as soon as they read our pages no more."""
+        polls, as soon as they read our pages no more; no other event of this connection comes after it."""
         ...
 
     def close(self) -> None:

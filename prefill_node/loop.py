@@ -192,8 +192,13 @@ class PrefillLoop:
         if isinstance(reply, Refused):
             self._counters["peers_refused"] += 1
             self._outputs.append(PeerRefused(peer=hello.incarnation, refused=reply))
-            reason = f"refused at handshake: {reply}"
-            self._do(self._transfers.peer_lost(hello.incarnation, reason=reason, code=errors.INCOMPATIBLE))
+            self._do(
+                self._transfers.peer_lost(
+                    hello.incarnation,
+                    reason=f"refused at handshake: {reply}",
+                    code=errors.PEER_LOST if reply.is_transient else errors.INCOMPATIBLE,
+                )
+            )
             return
         assert not isinstance(outcome, Refused)
         self._counters["degraded/transport_fallback"] += self._peers.is_fallback(outcome)

@@ -138,10 +138,8 @@ class GrpcTransport:
     def poll(self) -> list[TransportEvent]:
         for handle, pages in self._outbox.take_complete():
             self._submit(handle, pages)
-        events = self._outbox.drain()
-        while not self._events.empty():
-            events.append(self._events.get_nowait())
-        return events
+        self._collect()
+        return self._outbox.drain()
 
     def cancel(self, handle: WriteHandle) -> None:
         if not self._outbox.withdraw(handle, CANCELLED) and handle.peer in self._outgoing:
@@ -157,6 +155,8 @@ class GrpcTransport:
             self._outbox.withdraw_peer(peer, PEER_CLOSED)
             outgoing.close(PEER_CLOSED, is_lost=False)
             del self._wakeups[peer]
+        self._collect()
+        self._outbox.forget(peer)
 
     def close(self) -> None:
         for peer in list(self._outgoing):
@@ -189,6 +189,11 @@ class GrpcTransport:
             reason = str(errors.exceptions[0]) or reason
         finally:
             outgoing.close(reason, is_lost=True)
+
+    def _collect(self) -> None:
+        """Take over what the streams have told so far; those we closed tell nothing more."""
+        while not self._events.empty():
+            self._outbox.emit(self._events.get_nowait())
 
     def _submit(self, handle: WriteHandle, pages: Ready) -> None:
         outgoing = self._outgoing.get(handle.peer)

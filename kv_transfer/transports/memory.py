@@ -272,6 +272,7 @@ class MemoryTransport:
         if self._connected.pop(peer, None) is not None:
             self.outbox.withdraw_peer(peer, PEER_CLOSED)
             self._fabric.abandon(self, peer, PEER_CLOSED)
+        self.outbox.forget(peer)
 
     def close(self) -> None:
         for peer in list(self._connected):

@@ -247,6 +247,7 @@ class NixlTransport:
             self._destroy_gate(name)
         if was_connected and not bound:
             self._destroy_unbound_gates()
+        self._outbox.forget(peer)
 
     def close(self) -> None:
         for peer in list(self._links):

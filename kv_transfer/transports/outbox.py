@@ -5,7 +5,7 @@ Must never know how bytes travel.
 """
 
 from kv_transfer.ids import Incarnation, TransferId
-from kv_transfer.transport import Ready, TransportEvent, WriteFailed, WriteHandle
+from kv_transfer.transport import Landed, PeerGone, Ready, TransportEvent, WriteFailed, WriteHandle
 
 CANCELLED = "cancelled"
 PEER_CLOSED = "peer closed"
@@ -55,6 +55,15 @@ class Outbox:
 
     def emit(self, event: TransportEvent) -> None:
         self._events.append(event)
+
+    def forget(self, peer: Incarnation) -> None:
+        """Our end of its connection is closed: what waits to be told of it must not be taken for news of the
+        next one. Its writes still settle."""
+        self._events = [
+            event
+            for event in self._events
+            if not isinstance(event, PeerGone | Landed) or event.peer != peer
+        ]
 
     def drain(self) -> list[TransportEvent]:
         """The events since the last call, oldest first."""

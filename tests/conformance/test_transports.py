@@ -409,6 +409,20 @@ def test_page_we_do_not_have_is_our_error(bench: Bench) -> None:
         send(writer, receiver, (NUM_PAGES,), (0,))
 
 
+def test_news_of_a_connection_that_we_closed_is_not_told_of_the_next(grpc_bench: Bench) -> None:
+    writer, receiver = paired(grpc_bench)
+    send(writer, receiver, (1,), (2,))
+    pump(grpc_bench, [writer, receiver], lambda: bool(receiver.of_type(Landed)))
+    receiver.transport.close_peer(writer.incarnation)
+    idle(grpc_bench, [receiver])  # the writer's stream ends meanwhile, and nobody asks it
+    writer.transport.close_peer(receiver.incarnation)
+    pair(writer, receiver)
+    handle = send(writer, receiver, (3,), (4,))
+    pump(grpc_bench, [writer, receiver], lambda: writer.is_settled(handle))
+    assert receiver.page(4) == writer.page(3)
+    assert writer.of_type(PeerGone) == receiver.of_type(PeerGone) == []
+
+
 def test_refused_pages_stay_untouched_and_the_write_fails(grpc_bench: Bench) -> None:
     writer, receiver = paired(grpc_bench)
     receiver.leases.allowed = {1, 2}

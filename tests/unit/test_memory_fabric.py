@@ -188,3 +188,33 @@ def test_member_that_leaves_is_gone_for_its_peers() -> None:
 def test_negative_delay_is_refused() -> None:
     with pytest.raises(ValueError, match="delay_s"):
         Fault(delay_s=-1.0)
+
+
+def test_news_of_a_connection_that_we_closed_is_not_told_of_the_next() -> None:
+    bench, writer, receiver = joined(lambda _: Fault())
+    send(writer, receiver)
+    writer.transport.poll()
+    bench.fabric.cut(writer.incarnation, receiver.incarnation)
+    for node, peer in ((writer, receiver), (receiver, writer)):
+        node.transport.close_peer(peer.incarnation)
+    pair(writer, receiver)
+    at(bench, 1.0, writer, receiver)
+    assert (writer.events, receiver.events) == ([], [])
+    handle = send(writer, receiver, start=1)
+    at(bench, 2.0, writer, receiver)
+    assert writer.events == [WriteDone(handle=handle)]
+    assert landed(receiver) == [1]
+
+
+@pytest.mark.parametrize("outlives_peer", [False, True])
+def test_a_write_reads_its_pages_until_it_settles_and_no_longer(outlives_peer: bool) -> None:
+    bench, writer, receiver = joined(lambda _: Fault(delay_s=1.0, outlives_peer=outlives_peer))
+    handle = send(writer, receiver)
+    at(bench, 0.0, writer)
+    writer.transport.close_peer(receiver.incarnation)
+    at(bench, 0.5, writer)
+    assert writer.is_settled(handle) is not outlives_peer
+    writer.pool.page(0)[:] = bytes([7]) * PAGE_BYTES
+    at(bench, 1.0, writer, receiver)
+    assert writer.is_settled(handle)
+    assert receiver.page(0) == bytes([7 if outlives_peer else 1]) * PAGE_BYTES

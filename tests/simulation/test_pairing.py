@@ -1,0 +1,29 @@
+"""How pairs of nodes find together again after what only lasts a while."""
+
+import asyncio
+
+import pytest
+
+from tests.simulation.cluster import SimConfig, running_cluster
+from tests.simulation.test_cluster import assert_whole, consume_all, mixed
+from tests.simulation.virtual_loop import run_virtual
+
+
+@pytest.mark.parametrize("address", ["P0", "D0"])
+def test_a_pair_whose_data_plane_cannot_be_connected_yet_is_not_given_up(address: str) -> None:
+    async def main() -> None:
+        async with running_cluster(SimConfig()) as cluster:
+            transport = cluster.fabric.member(cluster.nodes[address].incarnation)
+            assert transport is not None
+            cluster.fabric.leave(transport)
+            await asyncio.sleep(10.0)
+            assert sum(node.status.counters.get("peers_refused", 0) for node in cluster.nodes.values()) > 1
+            assert [pair["state"] for pair in cluster.pairs.report()["pairs"]] != ["refused"]
+            cluster.fabric.join(transport)
+            await cluster.until_ready(1)
+            streams = mixed((9, 40))
+            await consume_all(cluster, streams)
+            assert_whole(streams)
+            await cluster.at_rest()
+
+    run_virtual(main())
