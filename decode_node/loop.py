@@ -399,7 +399,7 @@ class DecodeLoop:
         request = progress.request
         tid = tid_of(request)
         if progress.error:
-            self._end(Failed(tid=tid, code="bad_logits", retryable=False, reason=progress.error))
+            self._end(Failed(tid=tid, code=errors.BAD_LOGITS, retryable=False, reason=progress.error))
             return
         if progress.prompt_logprobs:
             self._links.emit(

@@ -24,6 +24,7 @@ PEER_FAILED: Final = "peer_failed"  # P failed for a reason only P knows
 PEER_LOST: Final = "peer_lost"
 INCOMPATIBLE: Final = "incompatible"  # the pair's Hellos differ
 OVERLOADED: Final = "overloaded"
+BAD_LOGITS: Final = "bad_logits"  # no token could be drawn, and none could on another node
 PROTOCOL: Final = "protocol"  # an event that its state does not list
 
 RETRYABLE: Final = frozenset(
@@ -43,4 +44,4 @@ RETRYABLE: Final = frozenset(
         PROTOCOL,
     }
 )
-CODES: Final = RETRYABLE | {CANCELLED, DEADLINE, DUPLICATE}
+CODES: Final = RETRYABLE | {CANCELLED, DEADLINE, DUPLICATE, BAD_LOGITS}

@@ -285,7 +285,7 @@ class PrefillLoop:
     def _advance(self, progress: Progress) -> None:
         request, tid = progress.request, tid_of(progress.request)
         if progress.error:
-            self._do(self._transfers.fail(tid, code=errors.PEER_FAILED, reason=progress.error, now=self._now))
+            self._do(self._transfers.fail(tid, code=errors.BAD_LOGITS, reason=progress.error, now=self._now))
             return
         if progress.prompt_logprobs:
             self._links.emit(

@@ -192,11 +192,8 @@ class Run:
         """True when the tokens themselves say that the request is complete, though its nodes no longer
         can: a further attempt would have nothing to do."""
         sampling, delivered = self.request.sampling, self.merger.delivered
-        is_stopped = (
-            len(delivered) > sampling.min_tokens and delivered[-1] in sampling.stop_token_ids
-            if delivered
-            else False
-        )
+        # Before `min_tokens` a stop token is only drawn where a finished grammar leaves nothing else.
+        is_stopped = bool(delivered) and delivered[-1] in sampling.stop_token_ids
         if not is_stopped and len(delivered) < sampling.max_tokens:
             return False
         self.outcome = self._outcome(

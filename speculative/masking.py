@@ -5,6 +5,7 @@ request sits rounds out until its masks are there, and drafts no more; nobody el
 Owns the jobs. Must never know logits, nor what becomes of a mask.
 """
 
+import logging
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Executor, Future, wait
 
@@ -12,6 +13,8 @@ from engine.grammar import Words
 from engine.sampling_state import SamplingState
 from speculative.proposer import Proposal
 from speculative.tree import Tree, build
+
+logger = logging.getLogger(__name__)
 
 GRACE_S = 0.005
 """How long a step waits for masks that are not there with its logits: once for each request at most."""
@@ -61,8 +64,15 @@ class Masking:
             self._slow |= {key for key, job in jobs.items() if not job.done()}
 
     def take(self, key: Hashable) -> Masks:
-        """The masks of a job that is done. Raises ValueError for an output that does not follow."""
-        return self._jobs.pop(key).result()
+        """The masks of a job that is done. Raises ValueError for an output that does not follow, and where
+        the grammar's own code failed: that costs this request, not the engine."""
+        job = self._jobs.pop(key)
+        error = job.exception()
+        if error is None:
+            return job.result()
+        if not isinstance(error, ValueError):
+            logger.error("the masks of a grammar could not be made", exc_info=error)
+        raise ValueError(str(error) or type(error).__name__) from error
 
     def forget(self, key: Hashable) -> None:
         job = self._jobs.pop(key, None)
@@ -76,6 +86,6 @@ class Masking:
         job: Future[Masks] = Future()
         try:
             job.set_result(make())
-        except ValueError as error:
+        except Exception as error:  # noqa: BLE001  a job's boundary: `take` records it
             job.set_exception(error)
         return job

@@ -322,6 +322,7 @@ def a_request(*prompt_ids: int, max_tokens: int = 4, **fields: Any) -> GenerateR
     sampling = SamplingParams(
         seed=fields.pop("seed", 5),
         max_tokens=max_tokens,
+        min_tokens=fields.pop("min_tokens", 0),
         stop_token_ids=fields.pop("stop_token_ids", ()),
         prompt_logprobs=fields.pop("prompt_logprobs", None),
     )

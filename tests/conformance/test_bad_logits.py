@@ -14,6 +14,8 @@ from speculative.loop import EngineLoop
 from speculative.proposer import Proposer
 from tests.conformance.test_loop import PROPOSERS, prompt_of, proposer, reference
 from tests.engines import make_engine, make_request, tiny_model
+from tests.node_pair import NodePair
+from wire.work import Failed
 
 ERROR = "the model returned a NaN or infinite logit"
 
@@ -95,3 +97,22 @@ def test_pages_that_may_be_under_way_outlive_the_failure_to_draw() -> None:
     engine.release("r")
     assert engine.requests() == []
     assert engine.cache.num_available == engine.cache.num_pages
+
+
+class WithoutNumbers(SpoiltModel):
+    """Says nothing but NaN, of whatever request."""
+
+    def forward(self, batch: ForwardBatch, pool: PagePool) -> ForwardOutput:
+        output = super().forward(batch, pool)
+        return replace(output, logits_RV=torch.full_like(output.logits_RV, float("nan")))
+
+
+def test_both_nodes_of_a_pair_say_the_same_of_a_prompt_without_numbers() -> None:
+    """Else the router would blame the decode node for what the prefill node's logits were."""
+    pair = NodePair(prefill_options={"model": WithoutNumbers(tiny_model().model)})
+    tid = pair.submit("r", prompt_of(20))
+    pair.run()
+    assert pair.ends(tid) == ("bad_logits", "bad_logits")
+    failures = [event for events in pair.events.values() for event in events if isinstance(event, Failed)]
+    assert [failure.retryable for failure in failures] == [False, False]
+    assert pair.is_at_rest()

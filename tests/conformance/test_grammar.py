@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from engine.grammar import Words
 from engine.grammar_spec import GrammarSpec
 from engine.request import Request
 from speculative.policy import policy_of
@@ -157,6 +158,29 @@ def test_the_matcher_is_asked_once_for_each_node_that_can_stand() -> None:
     assert matcher.calls.count("fill") <= len(text) + num_taken_back
     # What ends the request is not stepped over any more.
     assert sum(call.startswith("acc") for call in matcher.calls) < len(text) + num_taken_back
+
+
+class BreakingMatcher(ListMatcher):
+    """Fails, as foreign code may, on its third mask."""
+
+    def fill(self, words_NW: Words, row: int) -> None:
+        if self.calls.count("fill") == 2:
+            raise RuntimeError("no mask for this")
+        super().fill(words_NW, row)
+
+
+@pytest.mark.parametrize("has_threads", [False, True])
+def test_a_matcher_that_breaks_costs_its_request_and_not_the_engine(has_threads: bool) -> None:
+    engine = make_engine()
+    request = make_request("r", prompt_of(20), max_tokens=20, stop_token_ids=(EOS,))
+    request.matcher = BreakingMatcher([[*b"abcdef", EOS]])
+    neighbour = make_request("n", prompt_of(9), max_tokens=MAX_TOKENS)
+    with ThreadPoolExecutor(max_workers=1) as threads:
+        if has_threads:
+            engine.mask_on(threads)
+        history = run(engine, [request, neighbour])
+    assert [progress.error for progress in history["r"]] == ["", "", "no mask for this"]
+    assert tuple(tokens_of(history["n"])) == reference(neighbour.prompt_ids, MAX_TOKENS)
 
 
 def test_min_tokens_does_not_outlive_the_grammar() -> None:

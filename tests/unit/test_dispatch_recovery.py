@@ -311,14 +311,15 @@ async def test_a_tid_that_a_node_has_seen_before_is_not_the_users_fault() -> Non
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "stop_token_ids", "reason", "stop_token_id"),
-    [(3, (), "length", None), (9, (12,), "stop", 12)],
+    ("max_tokens", "min_tokens", "stop_token_ids", "reason", "stop_token_id"),
+    [(3, 0, (), "length", None), (9, 0, (12,), "stop", 12), (9, 5, (12,), "stop", 12)],
 )
 @virtual
 async def test_a_request_whose_tokens_are_complete_is_not_dispatched_again(
-    max_tokens: int, stop_token_ids: tuple[int, ...], reason: str, stop_token_id: int | None
+    max_tokens: int, min_tokens: int, stop_token_ids: tuple[int, ...], reason: str, stop_token_id: int | None
 ) -> None:
-    request = a_request(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
+    """The last: a stop token that comes before `min_tokens` ends a finished grammar."""
+    request = a_request(max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=stop_token_ids)
     async with cluster("p1 d1 d2") as made, reading(made, request) as reader:
         await _decode_three(made, reader)
         made["d1"].die()
