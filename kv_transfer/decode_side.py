@@ -7,12 +7,13 @@ are allocated, what a transport is, or the time. One row per tid; `lease` = page
 |---|---|---|---|
 | QUEUED | nothing | pages granted → RESERVED | queue age → Refuse |
 | RESERVED | lease | first range → RECEIVING; Final of a local hit → LANDED | prefill deadline → CANCELLING |
-| RECEIVING | lease | Final and every range landed → LANDED | no progress → CANCELLING |
+| RECEIVING | lease | Final and every range landed → LANDED | no page for too long → CANCELLING |
 | LANDED | request owns pages | Join: the caller's from here on (RUNNING) | – |
 | CANCELLING | lease | Drained, or P's connection torn down → RELEASED | drain time → QUARANTINED |
 | QUARANTINED | quarantine owns pages | as CANCELLING → RELEASED | quarantine time → ClosePeer |
 
-A Final that comes before any range is news of the data too: RECEIVING. LANDED is passed in one step.
+A Final that comes before any range is news of the data too: RECEIVING. How long the next page may take depends
+on whether P still computes, which ends with Final. LANDED is passed in one step.
 The request's own deadline also ends QUEUED, RESERVED and RECEIVING. Cancel, TransferFailed and loss of
 the peer are legal everywhere; any other event a state does not list (`_LISTED`) is counted in `faults`
 and ends the tid. A failure is reported at once, its lease is released later: on P's Drained or after
@@ -80,8 +81,8 @@ _TIMEOUT_CODES: Constant[Mapping[DecodeState, str]] = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeTimeouts:
     queue_s: float = 30.0
-    prefill_s: float = 60.0  # Reserve to the first page
-    progress_s: float = 10.0  # page to page
+    prefill_s: float = 60.0  # Reserve to the first page, and page to page while P computes
+    progress_s: float = 10.0  # page to page once P has said Final
     drain_s: float = 5.0  # CancelTransfer to Drained
     quarantine_s: float = 30.0  # then P's connection is torn down
 
@@ -313,7 +314,9 @@ class DecodeTransfers:
         if problem:
             self._fault(problem, transfer, now)
             return
-        transfer.move(DecodeState.RECEIVING, now + self._timeouts.progress_s)
+        # Until Final the next page waits for P's engine; after it, only for the data plane.
+        wait_s = self._timeouts.prefill_s if pages.final is None else self._timeouts.progress_s
+        transfer.move(DecodeState.RECEIVING, now + wait_s)
         if transfer.receiving_since is None:
             transfer.receiving_since = now
         if pages.final is None or not pages.has_all_landed:

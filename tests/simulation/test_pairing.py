@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from tests.simulation.cluster import SimConfig, running_cluster
-from tests.simulation.test_cluster import assert_whole, consume_all, mixed
+from tests.simulation.cluster import SimCluster, SimConfig, running_cluster
+from tests.simulation.test_cluster import assert_whole, consume_all, mixed, simulate, stream
 from tests.simulation.virtual_loop import run_virtual
 
 
@@ -27,3 +27,18 @@ def test_a_pair_whose_data_plane_cannot_be_connected_yet_is_not_given_up(address
             await cluster.at_rest()
 
     run_virtual(main())
+
+
+@pytest.mark.parametrize("checksums", [False, True])
+def test_a_prefill_node_that_computes_slowly_is_waited_for(checksums: bool) -> None:
+    """A large model on few cores: every chunk takes longer than pages may be under way."""
+
+    async def scenario(cluster: SimCluster) -> None:
+        slow = stream(100, max_tokens=3)
+        await consume_all(cluster, [slow])
+        assert_whole([slow])
+        assert slow.outcome is not None
+        assert slow.outcome.attempts == 1
+
+    config = SimConfig(step_s=15.0, checksums=checksums, engine={"P": {"chunk_tokens": 16}})
+    simulate(config, scenario, num_pairs=1)

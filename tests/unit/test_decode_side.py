@@ -364,7 +364,7 @@ def test_queue_age_is_refused_not_failed() -> None:
     ("state", "deadline", "code"),
     [
         (DecodeState.RESERVED, 20.0, errors.PREFILL_TIMEOUT),
-        (DecodeState.RECEIVING, 4.0, errors.NO_PROGRESS),
+        (DecodeState.RECEIVING, 20.0, errors.NO_PROGRESS),
     ],
 )
 def test_a_lease_out_of_time_is_reported_at_once_and_kept(
@@ -387,8 +387,16 @@ def test_the_requests_own_deadline_bounds_every_wait() -> None:
 def test_progress_moves_the_deadline() -> None:
     transfers = in_state(DecodeState.RECEIVING)
     transfers.landed(P, TID, start=1, stop=2, now=3.0)
-    assert transfers.tick(6.9) == []
+    assert transfers.next_deadline == 23.0
+
+
+def test_once_final_has_come_pages_must_follow_one_another_faster() -> None:
+    transfers = in_state(DecodeState.RECEIVING)
+    transfers.final(P, final((0, 3)), now=3.0)
     assert transfers.next_deadline == 7.0
+    transfers.landed(P, TID, start=1, stop=2, now=5.0)
+    assert transfers.tick(8.9) == []
+    assert transfers.tick(9.0) == [CANCEL, failure(errors.NO_PROGRESS, "out of time in receiving")]
 
 
 def test_a_transfer_that_finished_in_time_but_is_noticed_late_joins() -> None:
