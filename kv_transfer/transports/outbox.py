@@ -60,9 +60,7 @@ class Outbox:
         """Our end of its connection is closed: what waits to be told of it must not be taken for news of the
         next one. Its writes still settle."""
         self._events = [
-            event
-            for event in self._events
-            if not isinstance(event, PeerGone | Landed) or event.peer != peer
+            event for event in self._events if not isinstance(event, PeerGone | Landed) or event.peer != peer
         ]
 
     def drain(self) -> list[TransportEvent]:
