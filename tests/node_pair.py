@@ -63,10 +63,9 @@ def peers_of(
     *,
     is_decode: bool,
     identity: SemanticIdentity,
-    allow_seedless: bool = False,
-    checksums: bool = True,
+    hello: Mapping[str, bool] | None = None,
 ) -> PeerTable:
-    """`plane`: the fabric, or a bench that makes transports of another kind."""
+    """`plane`: the fabric, or a bench that makes transports of another kind. `hello`: what else it says."""
     layout = engine.pool.layout
     incarnation = Incarnation(name)
     memory = memory_of(engine)
@@ -75,15 +74,14 @@ def peers_of(
         transport.register(memory)
     else:
         transport = plane.node(pool=memory, receives=is_decode, incarnation=incarnation).transport
-    hello = Hello(
+    ours = Hello(
         incarnation=incarnation,
         identity=with_draft(identity, engine.proposer),
         layout=layout,
         offers=(TransportOffer(name=transport.name, blob=b""),),
-        checksums=checksums,
-        allow_seedless=allow_seedless,
+        **{"checksums": True, **(hello or {})},
     )
-    return PeerTable(ours=hello, transports={transport.name: transport}, is_decode=is_decode)
+    return PeerTable(ours=ours, transports={transport.name: transport}, is_decode=is_decode)
 
 
 def memory_of(engine: EngineLoop) -> PoolMemory:
@@ -114,11 +112,11 @@ def make_prefill(
     proposer: Proposer | None = None,
     identity: SemanticIdentity = IDENTITY,
     grammars: Grammars | None = None,
-    checksums: bool = True,
+    hello: Mapping[str, bool] | None = None,
     **engine_options: int,
 ) -> PrefillLoop:
     engine = make_engine(proposer, **engine_options)  # type: ignore[arg-type]
-    peers = peers_of(engine, name, fabric, is_decode=False, identity=identity, checksums=checksums)
+    peers = peers_of(engine, name, fabric, is_decode=False, identity=identity, hello=hello)
     return PrefillLoop(
         engine=engine,
         transfers=PrefillTransfers(
@@ -139,21 +137,12 @@ def make_decode(
     proposer: Proposer | None = None,
     identity: SemanticIdentity = IDENTITY,
     grammars: Grammars | None = None,
-    allow_seedless: bool = False,
-    checksums: bool = True,
+    hello: Mapping[str, bool] | None = None,
     **engine_options: int,
 ) -> DecodeLoop:
     proposer = proposer or create_proposer(algorithm, default_options(algorithm))
     engine = make_engine(proposer, **engine_options)  # type: ignore[arg-type]
-    peers = peers_of(
-        engine,
-        name,
-        fabric,
-        is_decode=True,
-        identity=identity,
-        allow_seedless=allow_seedless,
-        checksums=checksums,
-    )
+    peers = peers_of(engine, name, fabric, is_decode=True, identity=identity, hello=hello)
     return DecodeLoop(
         engine=engine,
         transfers=DecodeTransfers(

@@ -14,7 +14,7 @@ from wire.host_events import PeerClosed
 def test_pages_of_a_lost_peers_writes_are_not_reused_while_the_transport_reads_them(
     outlives_peer: bool,
 ) -> None:
-    """Without checksums Final travels beside the data, so the decode node, which has noticed nothing, joins."""
+    """Without checksums Final travels beside the data: the decode node, which has noticed nothing, joins."""
 
     def faults(handle: WriteHandle) -> Fault:
         is_first = handle.tid.request_id == "first"
@@ -22,8 +22,8 @@ def test_pages_of_a_lost_peers_writes_are_not_reused_while_the_transport_reads_t
 
     pair = NodePair(
         faults=faults,
-        prefill_options={"num_pages": 12, "checksums": False},
-        decode_options={"checksums": False},
+        prefill_options={"num_pages": 12, "hello": {"checksums": False}},
+        decode_options={"hello": {"checksums": False}},
     )
     prompt = prompt_of(22)
     first = pair.submit("first", prompt)

@@ -60,7 +60,7 @@ CHUNKS: Mapping[str, Any] = {"num_pages": 600, "chunk_tokens": 32}
 def pair_of(prefill: str, decode: str, *, allowed: bool = True, **options: Any) -> NodePair:
     return NodePair(
         prefill_options={**CHUNKS, "proposer": PREFILLS[prefill]()},
-        decode_options={**CHUNKS, "proposer": DRAFTS[decode](), "allow_seedless": allowed},
+        decode_options={**CHUNKS, "proposer": DRAFTS[decode](), "hello": {"allow_seedless": allowed}},
         **options,
     )
 
@@ -215,7 +215,11 @@ def test_cancel_in_any_phase_frees_both_sides(steps: int) -> None:
     pair = NodePair(
         faults=lambda _: Fault(delay_s=0.015),
         prefill_options={"chunk_tokens": 32},
-        decode_options={"chunk_tokens": 16, "proposer": DRAFTS["eagle3"](), "allow_seedless": True},
+        decode_options={
+            "chunk_tokens": 16,
+            "proposer": DRAFTS["eagle3"](),
+            "hello": {"allow_seedless": True},
+        },
     )
     doomed = pair.submit("doomed", prompt_of(LONG), max_tokens=40)
     spared = pair.submit("spared", prompt_of(65))
@@ -244,7 +248,7 @@ def test_short_of_pages_a_prompt_being_computed_again_is_preempted_after_its_fir
         prefill_options={"num_pages": 300},
         decode_options={
             "num_pages": 52, "chunk_tokens": 4, "reserve_tokens": 1, "max_running": 4,
-            "proposer": DRAFTS["eagle3"](), "allow_seedless": True,
+            "proposer": DRAFTS["eagle3"](), "hello": {"allow_seedless": True},
         },
     )  # fmt: skip
     tids = [pair.submit(f"r{i}", prompt_of(65, seed=i), max_tokens=24) for i in range(3)]

@@ -134,15 +134,16 @@ class SimNode:
         config, fabric = self._cluster.config, self._cluster.fabric
         kind = self.address[0]
         options: dict[str, Any] = {**config.engine.get(kind, {}), **config.engine.get(self.address, {})}
+        hello = {"checksums": config.checksums}
         if kind == "P":
-            return make_prefill(self.incarnation, fabric, checksums=config.checksums, **options)
+            return make_prefill(self.incarnation, fabric, hello=hello, **options)
         proposer = None if config.draft is None else config.draft()
         return make_decode(
             self.incarnation,
             fabric,
             algorithm=config.algorithm,
             proposer=proposer,
-            checksums=config.checksums,
+            hello=hello,
             **options,
         )
 

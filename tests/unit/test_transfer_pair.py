@@ -62,7 +62,7 @@ Leg = Callable[[Request], None]
 
 @dataclass(kw_only=True)
 class Wire:
-    """One write under way: its bytes are read from P when they land, or when P's closed end lets go of them."""
+    """One write under way: its bytes are read from P when they land, or when P's end lets go of them."""
 
     handle: WriteHandle
     pages: Ready
