@@ -12,14 +12,14 @@ are allocated, what a transport is, or the time. One row per tid; `lease` = page
 | CANCELLING | lease | Drained, or P's connection torn down → RELEASED | drain time → QUARANTINED |
 | QUARANTINED | quarantine owns pages | as CANCELLING → RELEASED | quarantine time → ClosePeer |
 
-A Final that comes before any range is news of the data too: RECEIVING. How long the next page may take depends
-on whether P still computes, which ends with Final. LANDED is passed in one step.
-The request's own deadline also ends QUEUED, RESERVED and RECEIVING. Cancel, TransferFailed and loss of
-the peer are legal everywhere; any other event a state does not list (`_LISTED`) is counted in `faults`
-and ends the tid. A failure is reported at once, its lease is released later: on P's Drained or after
-the teardown of P's connection, never on a timer. Nothing is said for ids that are over or unknown, but a
-TransferFailed that precedes its Submit is remembered: that Submit ends at once, holding nothing. P answers
-every Reserve and every CancelTransfer of an id it has given up with Drained.
+A Final that comes before any range is news of the data too: RECEIVING. How long the next page may take
+depends on whether P still computes, which ends with Final. LANDED is passed in one step. The request's own
+deadline also ends QUEUED, RESERVED and RECEIVING. Cancel, TransferFailed and loss of the peer are legal
+everywhere; any other event a state does not list (`_LISTED`) is counted in `faults` and ends the tid. A
+failure is reported at once, its lease is released later: on P's Drained or after the teardown of P's
+connection, never on a timer. Nothing is said for ids that are over or unknown, but a TransferFailed that
+precedes its Submit is remembered: that Submit ends at once, holding nothing. P answers every Reserve and
+every CancelTransfer of an id it has given up with Drained.
 
 Feed what arrived before `tick`: completion is checked on arrival, so a transfer that finished in time
 and is noticed late still joins. `peer_lost` comes after `transport.close_peer`. Landed must be the last

@@ -4,12 +4,12 @@ decode node's.
 Owns the `Transport` protocol and the values that cross it. Torch-free; must never know who owns a page,
 what a request is in, or how a session is spoken. A transport is called from one thread (the engine's).
 
-Every write settles exactly once, as `WriteDone` or `WriteFailed`, cancelled and torn-down writes too.
-Once settled, the transport reads no local page of it any more; until then it may, even after `close_peer`, so a
-writer keeps the pages. Nor does any remote page change through it any more, with one exception: failures that
-follow a `PeerGone` of that peer, or our own `close_peer`. Then bytes may still be under way, and only the
-receiver's `close_peer` ends that (each transport's docstring, "Teardown", says how). So a writer never calls
-such a write drained; it drops the peer.
+Every write settles exactly once, as `WriteDone` or `WriteFailed`, cancelled and torn-down writes too. Once
+settled, the transport reads no local page of it any more; until then it may, even after `close_peer`, so a
+writer keeps the pages. Nor does any remote page change through it any more, with one exception: failures
+that follow a `PeerGone` of that peer, or our own `close_peer`. Then bytes may still be under way, and only
+the receiver's `close_peer` ends that (each transport's docstring, "Teardown", says how). So a writer never
+calls such a write drained; it drops the peer.
 """
 
 from dataclasses import dataclass, field

@@ -19,7 +19,8 @@ get PeerGone and pair again.
   on. So `cma` is off unless the user sets UCX_TLS, which is honoured as it is: on one host UCX_TLS=all is
   about twice as fast, without the guarantee.
 - At the writer, `close_peer` releases the handles and drops the peer; a write that cannot be released settles
-  when it can: until then NIXL reads its pages. A failure that may leave bytes under way is preceded by PeerGone: the receiver must tear down.
+  when it can, and until then NIXL reads its pages. A failure that may leave bytes under way is preceded by
+  PeerGone: the receiver must tear down.
 """
 
 import itertools
