@@ -31,9 +31,9 @@ from router.http_edge import (
 )
 from router.http_metrics import CountRequests
 from router.openai.answers import Answers, Origin
+from router.openai.bodies import decode_body
 from router.openai.document import Json, document
 from router.openai.exchange import Send
-from router.openai.fields import decode_object
 from router.openai.requests import read_chat, read_completion
 from router.openai.responses import read_response
 from router.openai.tokenizing import read_detokenize, read_tokenize
@@ -201,7 +201,7 @@ class HttpFrontEnd:
         """A JSON answer to a JSON body, made here without any node."""
         self._user(request)
         try:
-            body = decode_object(await read_body(request, max_bytes=self._options.max_body_bytes))
+            body = await self._body(request)
             return JsonResponse(await until_disconnect(request.receive, handle(body)))
         except ClientGone:
             return client_gone_response()
@@ -210,13 +210,16 @@ class HttpFrontEnd:
         user = self._user(request)
         user.start()
         try:
-            body = decode_object(await read_body(request, max_bytes=self._options.max_body_bytes))
+            body = await self._body(request)
             exchange, is_stream = await prepare(body, self._origin(request, user))
             if is_stream:
                 return EventStream(exchange.stream)
             return JsonResponse(await until_disconnect(request.receive, exchange.body()))
         except ClientGone:
             return client_gone_response()
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        return await decode_body(await read_body(request, max_bytes=self._options.max_body_bytes))
 
     def _origin(self, request: Request, user: User) -> Origin:
         headers = request.headers

@@ -108,11 +108,13 @@ class Planner:
         With a seed, choice i draws with seed + i (modulo 2**64), so choice 0 equals a single request.
         Raises BadRequest naming field and value.
         """
+        if not prompt_ids:
+            raise BadRequest(f"{param} must hold at least one token, got an empty prompt", param=param)
+        max_tokens = _max_tokens(len(prompt_ids), options, facts, param=param)
         if choice == 0:  # the others have the same prompt, and it may be long
-            _check_prompt(prompt_ids, facts, param=param)
+            check_token_ids(prompt_ids, facts, param=param)
         _check_ids(options, facts)
         _check_stops(options)
-        max_tokens = _max_tokens(len(prompt_ids), options, facts, param=param)
         seed = self._mint_seed() if options.seed is None else options.seed + choice
         sampling = _sampling(
             options,
@@ -139,12 +141,6 @@ class Planner:
             shows_special=options.shows_special,
             is_empty=max_tokens == 0,
         )
-
-
-def _check_prompt(prompt_ids: tuple[int, ...], facts: ModelFacts, *, param: str) -> None:
-    if not prompt_ids:
-        raise BadRequest(f"{param} must hold at least one token, got an empty prompt", param=param)
-    check_token_ids(prompt_ids, facts, param=param)
 
 
 def cut(

@@ -24,6 +24,7 @@ from router.planning import Label, ModelFacts, Plan, check_token_ids, cut
 from router.text.options import TemplateOptions
 
 _COMPLETION = Manner(object_name="text_completion", chunk_name="text_completion")
+_IDS_AT_ONCE = 65536
 _CHAT = Manner(object_name="chat.completion", chunk_name="chat.completion.chunk")
 
 
@@ -75,7 +76,7 @@ class Answers:
         manner = _manner(_COMPLETION, wishes, origin)
         prompt_lens = [len(prompt) for prompt in prompts]
         bill = Bill(origin.user, sum(prompt_lens))
-        plans = self._plans(list(zip(prompts, params, strict=True)), wishes, origin=origin, facts=facts)
+        plans = await self._plans(list(zip(prompts, params, strict=True)), wishes, origin=origin, facts=facts)
         choices = self._choices(plans, shapes, bill)
         return Exchange(choices, envelope=envelope, manner=manner, prompt_lens=prompt_lens, bill=bill)
 
@@ -101,7 +102,7 @@ class Answers:
         ]
         manner = _manner(_CHAT, wishes, origin)
         bill = Bill(origin.user, len(prompt))
-        plans = self._plans([(prompt, "messages")], wishes, origin=origin, facts=facts)
+        plans = await self._plans([(prompt, "messages")], wishes, origin=origin, facts=facts)
         choices = self._choices(plans, shapes, bill)
         return Exchange(choices, envelope=envelope, manner=manner, prompt_lens=[len(prompt)], bill=bill)
 
@@ -147,7 +148,10 @@ class Answers:
 
     async def detokenize(self, request: DetokenizeRequest) -> Json:
         """Text with special tokens shown, so that it can be tokenised again. Raises RouterError."""
-        check_token_ids(request.ids, self._door.facts(request.model), param="tokens")
+        facts = self._door.facts(request.model)
+        for start in range(0, len(request.ids), _IDS_AT_ONCE):
+            check_token_ids(request.ids[start : start + _IDS_AT_ONCE], facts, param="tokens")
+            await asyncio.sleep(0)
         return {"prompt": await self._door.decode(request.ids)}
 
     def _output(self, tools: Tools, wishes: Wishes, prompt: tuple[int, ...]) -> ResponseOutput:
@@ -177,7 +181,7 @@ class Answers:
             return prompt
         return self._door.tokenizer.decode(ids, shows_special=wishes.options.shows_special)
 
-    def _plans(
+    async def _plans(
         self,
         prompts: Sequence[tuple[tuple[int, ...], str]],
         wishes: Wishes,
@@ -187,11 +191,15 @@ class Answers:
     ) -> list[Plan]:
         """n for each prompt, one prompt after the other."""
         label = _label(origin, wishes)
-        return [
-            self._door.plan(prompt, wishes.options, facts=facts, label=label, choice=choice, param=param)
-            for prompt, param in prompts
-            for choice in range(wishes.n)
-        ]
+        plans: list[Plan] = []
+        for index, (prompt, param) in enumerate(prompts):
+            if index:  # they may be long
+                await asyncio.sleep(0)
+            plans += [
+                self._door.plan(prompt, wishes.options, facts=facts, label=label, choice=choice, param=param)
+                for choice in range(wishes.n)
+            ]
+        return plans
 
     def _choices(
         self, plans: Sequence[Plan], shapes: Sequence[CompletionShape | ChatShape], bill: Bill

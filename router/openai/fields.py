@@ -18,10 +18,18 @@ def decode_object(body: bytes) -> dict[str, Any]:
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise BadRequest(f"the body must be valid JSON: {error}", code="invalid_json") from error
+        raise invalid_json(error) from error
     if not isinstance(value, dict):
-        raise BadRequest(f"the body must be a JSON object, got {_kind(value)}", code="invalid_json")
+        raise no_object(value)
     return value
+
+
+def invalid_json(error: Exception) -> BadRequest:
+    return BadRequest(f"the body must be valid JSON: {error}", code="invalid_json")
+
+
+def no_object(value: object) -> BadRequest:
+    return BadRequest(f"the body must be a JSON object, got {_kind(value)}", code="invalid_json")
 
 
 def refuse(field: str, rule: str, value: object) -> BadRequest:
@@ -31,6 +39,8 @@ def refuse(field: str, rule: str, value: object) -> BadRequest:
 
 def shown(value: object) -> str:
     """A value as an error message shows it: JSON, and not much of it."""
+    if isinstance(value, str | list | tuple):
+        value = value[: _SHOWN_CHARS + 1]
     text = msgspec.json.encode(value).decode() if _is_json(value) else repr(value)
     return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
 
@@ -94,6 +104,8 @@ class Fields:
         value = self.raw(name)
         if value is None:
             return ()
+        if isinstance(value, tuple):  # of a large body, whose decoder has seen that they are integers
+            return value
         if not isinstance(value, list) or any(type(item) is not int for item in value):
             raise refuse(name, "a list of integers", value)
         return tuple(value)
@@ -115,4 +127,4 @@ def _kind(value: object) -> str:
 
 
 def _is_json(value: object) -> bool:
-    return value is None or isinstance(value, dict | list | str | int | float)
+    return value is None or isinstance(value, dict | list | tuple | str | int | float)

@@ -163,7 +163,7 @@ def checked_keeps_last(count: int | None) -> int | None:
 
 def _prompts(value: Any) -> tuple[tuple[Prompt, ...], bool]:
     """A string, a list of strings, token ids, or a list of token-id lists."""
-    if isinstance(value, str):
+    if isinstance(value, str | tuple):  # a tuple holds integers only
         return (value,), False
     if not isinstance(value, list) or not value:
         raise refuse("prompt", "a string, token ids, or a non-empty list of either", value)
@@ -175,6 +175,8 @@ def _prompts(value: Any) -> tuple[tuple[Prompt, ...], bool]:
 
 
 def _token_ids(index: int, value: Any) -> tuple[int, ...]:
+    if isinstance(value, tuple):
+        return value
     if not isinstance(value, list) or any(type(item) is not int for item in value):
         raise refuse(f"prompt[{index}]", "a list of token ids like the others", value)
     return tuple(value)
