@@ -5,7 +5,7 @@ from time import perf_counter
 from decode_node.config import DecodeConfig
 from decode_node.loop import DecodeLoop
 from engine.thread import in_passing_thread
-from kv_transfer.checksums import page_checksum
+from kv_transfer.checksums import checksums_of_copies
 from kv_transfer.decode_side import DecodeTransfers
 from speculative.build import BuiltEngine, EngineSettings, build_engine
 from wire.node_app import CoreParts, Role, facts_of, serve_node
@@ -52,7 +52,7 @@ def core_of(built: BuiltEngine, parts: CoreParts) -> DecodeLoop:
     pool = built.loop.pool
     transfers = DecodeTransfers(
         page_size=pool.layout.page_size,
-        page_checksum=lambda peer, page: page_checksum(pool.page(page)[: parts.peers.copy_bytes(peer)]),
+        page_checksum=checksums_of_copies(pool.page, parts.peers),
     )
     return DecodeLoop(
         engine=built.loop,

@@ -53,8 +53,13 @@ class PeerTable:
         _forget_oldest(self._noted)
         return note
 
-    def reply(self, peer: Incarnation) -> Hello | Refused:
-        """Our Hello for a peer just accepted. A transport that has no connection to offer undoes that."""
+    def reply(self, peer: Incarnation) -> Hello | Refused | None:
+        """P's Hello for a peer just accepted; D has said its own already.
+
+        A transport that has no connection to offer undoes the acceptance.
+        """
+        if self._is_decode:
+            return None
         transport = self._agreed[peer].transport
         try:
             return self.hello()

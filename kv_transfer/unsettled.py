@@ -15,12 +15,11 @@ class UnsettledWrites:
     def __init__(self) -> None:
         self._open: dict[TransferId, set[WriteHandle]] = {}
 
-    def keep(self, tid: TransferId, handles: Iterable[WriteHandle]) -> bool:
-        """Remember the open writes of a transfer that is over; False when it has none."""
+    def keep(self, tid: TransferId, handles: Iterable[WriteHandle]) -> None:
+        """Remember the open writes of a transfer that is over, if it has any."""
         still_open = set(handles)
         if still_open:
             self._open[tid] = still_open
-        return bool(still_open)
 
     def settle(self, handle: WriteHandle) -> bool:
         """A write settled, of whatever transfer; True when it was the last one kept of its tid."""

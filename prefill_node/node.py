@@ -3,7 +3,7 @@
 from time import perf_counter
 
 from engine.thread import in_passing_thread
-from kv_transfer.checksums import page_checksum
+from kv_transfer.checksums import checksums_of_copies
 from kv_transfer.prefill_side import PrefillTransfers
 from prefill_node.config import PrefillConfig
 from prefill_node.loop import PrefillLoop
@@ -46,7 +46,7 @@ def core_of(built: BuiltEngine, parts: CoreParts) -> PrefillLoop:
     pool = built.loop.pool
     transfers = PrefillTransfers(
         page_size=pool.layout.page_size,
-        page_checksum=lambda peer, page: page_checksum(pool.page(page)[: parts.peers.copy_bytes(peer)]),
+        page_checksum=checksums_of_copies(pool.page, parts.peers),
     )
     return PrefillLoop(
         engine=built.loop,

@@ -7,17 +7,16 @@ distinct children that accepts each with the target's probability of it, and emi
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NewType
+from typing import NewType
 
 from engine.params import SamplingParams
+from speculative.progress import FinishReason
 from speculative.tree import Tree
 
 # Drafted tokens that stand: neither the root nor the target's own last token counts.
 NumCorrectDrafts = NewType("NumCorrectDrafts", int)
 # Tokens emitted, and equally rows whose KV becomes committed: always one more than the correct drafts.
 NumAdvanced = NewType("NumAdvanced", int)
-
-FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, slots=True)

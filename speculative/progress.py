@@ -1,11 +1,13 @@
 """What the round loop tells its caller of each step, and what it counts. Plain values."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from engine.params import TokenLogprob
 from engine.request import Request
-from speculative.accept import FinishReason
 from speculative.budgets.budget import BudgetState
+
+FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

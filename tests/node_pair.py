@@ -7,7 +7,7 @@ from typing import Any
 from decode_node.loop import DecodeLoop
 from engine.admission import EngineLimits
 from engine.grammar import Grammars
-from kv_transfer.checksums import page_checksum
+from kv_transfer.checksums import checksums_of_copies
 from kv_transfer.decode_side import DecodeTransfers
 from kv_transfer.ids import Incarnation, TransferId
 from kv_transfer.messages import Hello, SemanticIdentity, TransportOffer
@@ -121,7 +121,7 @@ def make_prefill(
         engine=engine,
         transfers=PrefillTransfers(
             page_size=engine.cache.page_size,
-            page_checksum=checksum_of(engine, peers),
+            page_checksum=checksums_of_copies(engine.pool.page, peers),
         ),
         peers=peers,
         intake=intake_of(engine),
@@ -147,16 +147,12 @@ def make_decode(
         engine=engine,
         transfers=DecodeTransfers(
             page_size=engine.cache.page_size,
-            page_checksum=checksum_of(engine, peers),
+            page_checksum=checksums_of_copies(engine.pool.page, peers),
         ),
         peers=peers,
         intake=intake_of(engine),
         grammars=grammars,
     )
-
-
-def checksum_of(engine: EngineLoop, peers: PeerTable) -> Callable[[Incarnation, int], int]:
-    return lambda peer, page: page_checksum(engine.pool.page(page)[: peers.copy_bytes(peer)])
 
 
 def default_options(algorithm: str) -> dict[str, object]:

@@ -34,9 +34,6 @@ class LinkTable:
         self._tids[link][tid] = None
         self._link_of[tid] = link
 
-    def is_live(self, tid: TransferId) -> bool:
-        return tid in self._link_of
-
     def reject(self, link: Link, event: Rejected) -> None:
         """Answer a Submit that was never taken on."""
         self._outputs.append(ToLink(link=link, event=event))

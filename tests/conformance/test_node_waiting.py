@@ -1,6 +1,6 @@
 """What a node does while nothing happens: it sleeps, and it looks at its books only then."""
 
-from kv_transfer.checksums import page_checksum
+from kv_transfer.checksums import checksums_of_copies
 from kv_transfer.ids import Incarnation, TransferId
 from kv_transfer.prefill_side import PrefillTransfers
 from kv_transfer.transports.memory import Fault, MemoryFabric
@@ -34,13 +34,14 @@ def test_a_request_that_waits_for_an_event_of_the_host_keeps_no_node_awake() -> 
 
 def test_only_an_idle_node_compares_its_books_for_a_status() -> None:
     engine = make_engine()
+    peers = peers_of(engine, "P", MemoryFabric(clock=lambda: 0.0), is_decode=False, identity=IDENTITY)
     core = PrefillLoop(
         engine=engine,
         transfers=PrefillTransfers(
             page_size=engine.cache.page_size,
-            page_checksum=lambda _, page: page_checksum(engine.pool.page(page)),
+            page_checksum=checksums_of_copies(engine.pool.page, peers),
         ),
-        peers=peers_of(engine, "P", MemoryFabric(clock=lambda: 0.0), is_decode=False, identity=IDENTITY),
+        peers=peers,
         intake=intake_of(engine),
     )
     engine.cache.grow(make_request("unknown to the engine", [1]), 1)

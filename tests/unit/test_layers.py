@@ -17,9 +17,12 @@ VALUE_MODULES = {
 }
 NODE_SIDE = {
     "wire/arrivals.py",
+    "wire/core_counts.py",
+    "wire/desk.py",
     "wire/intake.py",
     "wire/node_app.py",
     "wire/peering.py",
+    "wire/reports.py",
 }  # what both nodes share; no router module may reach it
 NOT_FOR_THE_ROUTER = ("torch", "transformers", "safetensors", "gguf", "nixl", "triton")
 

@@ -65,9 +65,9 @@ def hello(name: str, **changes: object) -> Hello:
     return Hello(**values)  # type: ignore[arg-type]
 
 
-def make() -> tuple[FlakyTransport, PeerTable]:
+def make(*, is_decode: bool = True) -> tuple[FlakyTransport, PeerTable]:
     transport = FlakyTransport()
-    return transport, PeerTable(ours=hello("D"), transports={"flaky": transport}, is_decode=True)
+    return transport, PeerTable(ours=hello("D"), transports={"flaky": transport}, is_decode=is_decode)
 
 
 def test_every_session_gets_an_offer_of_its_own() -> None:
@@ -89,7 +89,7 @@ def test_connection_that_fails_once_is_not_held_against_the_peer() -> None:
 
 
 def test_peer_to_which_no_connection_can_be_offered_is_not_connected_this_time() -> None:
-    transport, peers = make()
+    transport, peers = make(is_decode=False)
     peers.accept(hello("P"))
     transport.is_broken = True
     outcome = peers.reply(Incarnation("P"))
@@ -101,6 +101,12 @@ def test_peer_to_which_no_connection_can_be_offered_is_not_connected_this_time()
     transport.is_broken = False
     peers.accept(hello("P"))
     assert isinstance(peers.reply(Incarnation("P")), Hello)
+
+
+def test_decode_node_has_said_its_hello_before_it_accepts() -> None:
+    _, peers = make()
+    peers.accept(hello("P"))
+    assert peers.reply(Incarnation("P")) is None
 
 
 def test_difference_is_remembered_for_the_incarnation() -> None:

@@ -29,7 +29,8 @@ from kv_transfer.messages import (
     Reserve,
     TransferFailed,
 )
-from kv_transfer.prefill_side import PrefillState, PrefillTimeouts, PrefillTransfers
+from kv_transfer.prefill_side import PrefillTransfers
+from kv_transfer.prefill_transfer import PrefillState, PrefillTimeouts
 from kv_transfer.transport import Completed, Ready, WriteHandle
 
 D, OTHER = Incarnation("d"), Incarnation("other")

@@ -34,7 +34,8 @@ from kv_transfer.checksums import page_checksum
 from kv_transfer.decode_side import DecodeTimeouts, DecodeTransfers
 from kv_transfer.ids import Incarnation, TransferId
 from kv_transfer.messages import CancelTransfer, Drained, Final, Handoff, Planned, Reserve, TransferFailed
-from kv_transfer.prefill_side import PrefillTimeouts, PrefillTransfers
+from kv_transfer.prefill_side import PrefillTransfers
+from kv_transfer.prefill_transfer import PrefillTimeouts
 from kv_transfer.transport import Completed, Ready, WriteHandle
 
 PAGE_SIZE = 4
