@@ -109,7 +109,7 @@ class IncomingPrompts:
     def hear(self, peer: Incarnation, message: ToPrefill | ToDecode, *, now: float) -> None:
         match message:
             case Planned():
-                self._do(self._transfers.planned(peer, message, now=now), now)
+                self._do(self._transfers.planned(peer, message), now)
             case Final():
                 self._do(self._transfers.final(peer, message, now=now), now)
             case TransferFailed():

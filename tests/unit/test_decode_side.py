@@ -17,7 +17,8 @@ from kv_transfer.actions import (
     ReleaseQuarantine,
     Send,
 )
-from kv_transfer.decode_side import DecodeState, DecodeTimeouts, DecodeTransfers
+from kv_transfer.decode_side import DecodeTransfers
+from kv_transfer.decode_transfer import DecodeState, DecodeTimeouts
 from kv_transfer.ended import EndedTransfers
 from kv_transfer.ids import Incarnation, TransferId
 from kv_transfer.messages import CancelTransfer, Final, Handoff, Planned, Reserve, TransferFailed
@@ -85,7 +86,7 @@ def test_a_granted_request_reserves_receives_and_joins_with_its_pages() -> None:
     assert grant(transfers, now=1.0) == [
         Send(peer=P, message=Reserve(tid=TID, page_ids=(8, 9, 4), skip_tokens=0, deadline_s=20.0))
     ]
-    assert transfers.planned(P, Planned(tid=TID, num_tokens=40), now=1.5) == []
+    assert transfers.planned(P, Planned(tid=TID, num_tokens=40)) == []
     assert transfers.landed(P, TID, start=0, stop=2, now=2.0) == []
     assert transfers.landed(P, TID, start=2, stop=3, now=3.0) == []
     assert transfers.final(P, final((0, 3)), now=3.5) == [
@@ -162,7 +163,7 @@ def protocol_end(event: str, state: DecodeState) -> list[DecodeAction]:
 
 EVENTS: dict[str, Callable[[DecodeTransfers], list[DecodeAction]]] = {
     "granted": grant,
-    "planned": lambda transfers: transfers.planned(P, Planned(tid=TID, num_tokens=40), now=0.0),
+    "planned": lambda transfers: transfers.planned(P, Planned(tid=TID, num_tokens=40)),
     "landed": lambda transfers: transfers.landed(P, TID, start=0, stop=1, now=0.0),
     "final": lambda transfers: transfers.final(P, final((0, 3)), now=0.0),
     "failed": lambda transfers: transfers.failed(
@@ -262,7 +263,7 @@ def test_nothing_is_said_about_a_transfer_that_is_over_or_unknown(event: str) ->
         lambda transfers: transfers.final(OTHER, final((0, 3)), now=0.0),
         lambda transfers: transfers.failed(OTHER, TransferFailed(tid=TID, code="x"), now=0.0),
         lambda transfers: transfers.drained(OTHER, TID, now=0.0),
-        lambda transfers: transfers.planned(OTHER, Planned(tid=TID, num_tokens=1), now=0.0),
+        lambda transfers: transfers.planned(OTHER, Planned(tid=TID, num_tokens=1)),
         lambda transfers: transfers.peer_lost(OTHER, reason="gone"),
     ],
 )
@@ -488,7 +489,6 @@ def test_a_corrupt_page_fails_the_transfer_retryably_and_holds_the_lease_until_d
         CANCEL,
         Fail(tid=TID, code=errors.CHECKSUM, retryable=True, reason="page 1 differs from what was sent"),
     ]
-    assert transfers.num_corrupt == 1
     assert transfers.drained(P, TID, now=0.0) == [RELEASE]
 
 

@@ -31,7 +31,8 @@ from kv_transfer.actions import (
     Write,
 )
 from kv_transfer.checksums import page_checksum
-from kv_transfer.decode_side import DecodeTimeouts, DecodeTransfers
+from kv_transfer.decode_side import DecodeTransfers
+from kv_transfer.decode_transfer import DecodeTimeouts
 from kv_transfer.ids import Incarnation, TransferId
 from kv_transfer.messages import CancelTransfer, Drained, Final, Handoff, Planned, Reserve, TransferFailed
 from kv_transfer.prefill_side import PrefillTransfers
@@ -468,7 +469,7 @@ class World:
         machine, _ = self.decodes[decode]
         match message:
             case Planned():
-                actions = machine.planned(prefill, message, now=self.now)
+                actions = machine.planned(prefill, message)
             case Final():
                 actions = machine.final(prefill, message, now=self.now)
             case TransferFailed():
