@@ -40,10 +40,6 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._num_left = 0
 
-    @property
-    def is_streaming(self) -> bool:
-        return self._num_left > 0
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's own class is none of asyncio's
 

@@ -41,7 +41,6 @@ class PagePool:
             for (pool, layer, kind), region in regions.items()
             if kind == "k"
         }
-        self._page_bytes_P = self.storage.view(num_pages, layout.page_bytes)
 
     @property
     def address(self) -> int:

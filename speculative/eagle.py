@@ -29,19 +29,12 @@ from speculative.proposer import DraftNeeds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EagleConfig:
+class EagleConfig(TreeShape):
     """draft: folder of the head. token_map: torch file with the target ids the draft may propose; empty:
-    all. The rest is the shape of the tree (see `TreeShape`)."""
+    all."""
 
     draft: str
     token_map: str = ""
-    num_steps: int = 3
-    topk: int = 1
-    num_draft_tokens: int = 8
-
-    @property
-    def shape(self) -> TreeShape:
-        return TreeShape(num_steps=self.num_steps, topk=self.topk, num_draft_tokens=self.num_draft_tokens)
 
 
 class EagleProposer(RecurrentProposer):
@@ -55,7 +48,7 @@ class EagleDraft:
     """A head on disk, checked against its config; `build` checks it against the target."""
 
     def __init__(self, config: EagleConfig) -> None:
-        self.shape = config.shape
+        self.shape: TreeShape = config
         self._folder = open_draft(config.draft, _rename)
         self._layers = layer_config(self._folder.config)
         self._hot_ids = _hot_ids(config.token_map) if config.token_map else None

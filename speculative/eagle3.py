@@ -34,17 +34,10 @@ from speculative.proposer import DraftNeeds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Eagle3Config:
-    """draft: folder of the head. The rest is the shape of the tree (see `TreeShape`)."""
+class Eagle3Config(TreeShape):
+    """draft: folder of the head."""
 
     draft: str
-    num_steps: int = 3
-    topk: int = 1
-    num_draft_tokens: int = 8
-
-    @property
-    def shape(self) -> TreeShape:
-        return TreeShape(num_steps=self.num_steps, topk=self.topk, num_draft_tokens=self.num_draft_tokens)
 
 
 class Eagle3Proposer(RecurrentProposer):
@@ -105,7 +98,7 @@ class Eagle3Draft:
     """A head on disk, checked against its config; `build` checks it against the target."""
 
     def __init__(self, config: Eagle3Config) -> None:
-        self.shape = config.shape
+        self.shape: TreeShape = config
         self._folder = open_draft(config.draft, names.eagle)
         self._facts = head_facts(self._folder.config)
         self.needs = DraftNeeds(

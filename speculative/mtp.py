@@ -47,18 +47,10 @@ _LAYER = re.compile(r"^(?:model\.)?layers\.(\d+)\.(.+)$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MtpConfig:
-    """draft: folder with the modules. The rest is the shape of the tree (see `TreeShape`); a draft of
-    several modules is a chain of at most one token each."""
+class MtpConfig(TreeShape):
+    """draft: folder with the modules; several of them draft a chain of at most one token each."""
 
     draft: str
-    num_steps: int = 3
-    topk: int = 1
-    num_draft_tokens: int = 8
-
-    @property
-    def shape(self) -> TreeShape:
-        return TreeShape(num_steps=self.num_steps, topk=self.topk, num_draft_tokens=self.num_draft_tokens)
 
 
 def create_mtp(config: MtpConfig) -> Proposer:
@@ -75,7 +67,7 @@ class MtpDraft:
     """Modules on disk, checked against their config; `build` checks them against the target."""
 
     def __init__(self, config: MtpConfig) -> None:
-        self.shape = config.shape
+        self.shape: TreeShape = config
         stored = open_draft(config.draft, _rename)
         self._is_gemma_norm = any(name.startswith("mtp.") for name in stored.tensors)
         self._folder = _modules_of(stored)

@@ -1,12 +1,10 @@
 """A proposal as a tree of nodes: what a verify forward, the sampler and the walk need of it.
 
-Owns the shape (parents, depths, paths, sibling links, ancestor bits). Must never know logits, KV slots or
+Owns the shape (parents, depths, paths, sibling links). Must never know logits, KV slots or
 how the tokens were drafted. Node 0 is the root, the request's last emitted token.
 """
 
 from dataclasses import dataclass
-
-import torch
 
 from speculative.proposer import Proposal
 
@@ -41,19 +39,6 @@ class Tree:
     def positions(self, num_committed: int) -> tuple[int, ...]:
         """Absolute position of each node; the root's is `num_committed`."""
         return tuple(num_committed + depth for depth in self.depths)
-
-    def ancestor_bits(self) -> tuple[int, ...]:
-        """Bit j of entry i is set when node j is node i or an ancestor of it."""
-        bits: list[int] = []
-        for node, parent in enumerate(self.parents):
-            bits.append(1 << node if parent < 0 else bits[parent] | 1 << node)
-        return tuple(bits)
-
-    def mask_NN(self) -> torch.Tensor:
-        """`ancestor_bits` as bool `[N, N]` on CPU: row i may attend to column j."""
-        bits = self.ancestor_bits()
-        columns = range(self.num_nodes)
-        return torch.tensor([[bool(row >> j & 1) for j in columns] for row in bits], dtype=torch.bool)
 
     def links(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """First child and next sibling of each node, -1 for none; siblings in node order."""

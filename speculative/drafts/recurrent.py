@@ -44,9 +44,9 @@ class TreeShape:
     num_draft_tokens: most tokens of a proposal, the root not counted.
     """
 
-    num_steps: int
-    topk: int
-    num_draft_tokens: int
+    num_steps: int = 3
+    topk: int = 1
+    num_draft_tokens: int = 8
 
     def __post_init__(self) -> None:
         limits = {"num_steps": 32, "topk": STATE_WIDTH, "num_draft_tokens": 256}

@@ -8,6 +8,7 @@ import pytest
 from speculative.growth import Beams, Growth, Selection, node_parents, num_candidates
 from speculative.proposer import Proposal
 from speculative.tree import Tree, build
+from tests.tree_masks import packed_mask
 from tests.unit.plain_rules import golden_cases
 
 
@@ -71,7 +72,7 @@ def test_eagle_g1_selects_the_nodes(
 
 def test_eagle_g1_has_the_packed_masks() -> None:
     growth, _ = worked_example()
-    packed = {limit: tree_of(9, growth.select(0, limit)).ancestor_bits() for limit in (3, 4, 7)}
+    packed = {limit: packed_mask(tree_of(9, growth.select(0, limit))) for limit in (3, 4, 7)}
     assert packed == {
         3: (1, 3, 5, 11),
         4: (1, 3, 5, 11, 27),

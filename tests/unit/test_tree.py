@@ -4,6 +4,7 @@ import pytest
 
 from speculative.proposer import Proposal
 from speculative.tree import Tree, build
+from tests.tree_masks import mask_of, packed_mask
 from tests.unit.plain_rules import describe, golden_cases, random_parents, random_tokens
 
 
@@ -17,7 +18,7 @@ def test_eagle_g1_a_tree_of_four_drafts_has_its_layout() -> None:
     assert tree.parents == tree.span_parents == (-1, 0, 0, 1, 3)
     assert tree.positions(7) == (7, 8, 8, 9, 10)
     assert tree.paths == ((), (1,), (2,), (1, 3), (1, 3, 7))
-    assert tree.ancestor_bits() == (1, 3, 5, 11, 27)
+    assert packed_mask(tree) == (1, 3, 5, 11, 27)
     assert tree.links() == ((1, 3, -1, 4, -1), (-1, 2, -1, -1, -1))
     assert not tree.is_chain
 
@@ -25,7 +26,7 @@ def test_eagle_g1_a_tree_of_four_drafts_has_its_layout() -> None:
 def test_eagle_g1_a_tree_of_seven_drafts_has_its_layout() -> None:
     tree = tree_of(9, [1, 2, 3, 4, 5, 7, 9], [0, 0, 1, 1, 2, 3, 5])
     assert tree.positions(7) == (7, 8, 8, 9, 9, 9, 10, 10)
-    assert tree.ancestor_bits() == (1, 3, 5, 11, 19, 37, 75, 165)
+    assert packed_mask(tree) == (1, 3, 5, 11, 19, 37, 75, 165)
     assert tree.links() == ((1, 3, 5, 6, -1, 7, -1, -1), (-1, 2, -1, 4, -1, -1, -1, -1))
 
 
@@ -34,7 +35,7 @@ def test_eagle_g3_a_chain_is_a_plain_causal_span() -> None:
     assert tree.is_chain
     assert tree.span_parents is None
     assert tree.positions(10) == (10, 11, 12, 13)
-    assert tree.mask_NN().int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
+    assert mask_of(tree) == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
     assert tree.links()[0] == (1, 2, 3, -1)
 
 
@@ -77,20 +78,18 @@ def test_golden_trees_layout_is_reproduced() -> None:
         tree = tree_of(case["root"], case["tokens"], expected["parent"][1:])
         assert list(tree.depths) == expected["depth"]
         assert list(tree.positions(case["committed"])) == expected["positions"]
-        assert tree.mask_NN().int().tolist() == expected["mask"]
+        assert mask_of(tree) == expected["mask"]
         assert [list(links) for links in tree.links()] == [expected["next_token"], expected["next_sibling"]]
 
 
-def test_bits_and_mask_agree_beyond_machine_words() -> None:
+def test_trees_beyond_a_machine_word_are_masked_as_described() -> None:
     seed = 20
     print(f"seed {seed}")
     rng = random.Random(seed)
     for _ in range(20):
         parents = random_parents(rng, rng.randrange(60, 140))
         tree = tree_of(*_split(random_tokens(rng, parents, 50)), parents[1:])
-        mask = describe(parents, 0)["mask"]
-        assert tree.mask_NN().int().tolist() == mask
-        assert list(tree.ancestor_bits()) == [sum(bit << j for j, bit in enumerate(row)) for row in mask]
+        assert mask_of(tree) == describe(parents, 0)["mask"]
 
 
 def _split(tokens: list[int]) -> tuple[int, list[int]]:
