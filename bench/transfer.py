@@ -202,7 +202,7 @@ def _read_line(child: "subprocess.Popen[str]") -> dict[str, Any]:
 
 def _raw_agent(name: str, pool: PoolMemory) -> Any:
     """A bare NIXL agent over the whole pool, set up as the transport sets up its own."""
-    from kv_transfer.transports.nixl import default_ucx_options, make_agent
+    from kv_transfer.transports.nixl_agent import default_ucx_options, make_agent
 
     logging.getLogger("nixl").setLevel(logging.WARNING)  # its news would go to our standard output
     return make_agent(name, pool, default_ucx_options())[0]

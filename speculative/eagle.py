@@ -24,7 +24,8 @@ from speculative.drafts.config import check_same, flag, layer_config
 from speculative.drafts.folder import TensorReader, open_draft
 from speculative.drafts.head import DraftHead, Ids
 from speculative.drafts.layer import DraftRows, kv_spec, logit_rows, packed_ids, read_layer
-from speculative.drafts.recurrent import RecurrentProposer, TreeShape
+from speculative.drafts.recurrent import RecurrentProposer
+from speculative.drafts.shape import TreeShape
 from speculative.proposer import DraftNeeds
 
 

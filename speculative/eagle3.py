@@ -29,7 +29,8 @@ from speculative.drafts.config import (
 from speculative.drafts.folder import TensorReader, open_draft
 from speculative.drafts.head import DraftHead, read_embedding, read_target_ids
 from speculative.drafts.layer import DraftRows, kv_spec, logit_rows, packed_ids, read_layer, rms_norm
-from speculative.drafts.recurrent import RecurrentProposer, TreeShape
+from speculative.drafts.recurrent import RecurrentProposer
+from speculative.drafts.shape import TreeShape
 from speculative.proposer import DraftNeeds
 
 

@@ -26,7 +26,8 @@ from speculative.drafts.head import DraftHead
 from speculative.drafts.layer import DraftRows, kv_spec, packed_ids, read_layer, rms_norm
 from speculative.drafts.layer import logit_rows as wanted_rows
 from speculative.drafts.modules import ModuleChainProposer
-from speculative.drafts.recurrent import RecurrentProposer, TreeShape
+from speculative.drafts.recurrent import RecurrentProposer
+from speculative.drafts.shape import TreeShape
 from speculative.proposer import DraftNeeds, Proposer
 
 # (tensor of the module) by the names of either layout; what is left belongs to the decoder layer.

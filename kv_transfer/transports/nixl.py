@@ -1,37 +1,21 @@
 """The `nixl` transport: one-sided writes through NIXL's UCX backend (RDMA, shared memory, TCP).
 
-Owns the NIXL agents of this process: one sender for all peers, and one receiving agent ("gate") per offer.
+Owns the NIXL agent that sends to all peers, and its writes; the receiving ones are `nixl_gates`'.
 Must be called from one thread only (NIXL's own locking is off); each agent runs a NIXL progress thread, so
 data also moves while that thread computes. A posted write passes page indices into lists prepared once, and
 its notification carries (transfer id, range), which is what the receiver reports as Landed.
 
-Teardown, as measured with NIXL 1.5.1 over shared memory and TCP, a peer writing all the while:
-- `remove_remote_agent` at the receiver stops nothing: the writer reconnects by itself and goes on.
-- `deregister_memory` at the receiver stops nothing either (over RDMA it must; not measured).
-- Destroying the receiving agent stops everything, at once and for good: its worker is what copies arriving
-  data (TCP, shared memory: measured), and its registration is what the NIC checks (RDMA: by contract).
-Hence a gate per peer, made for the offer, bound to the peer by the peer's first notification and destroyed
-by `close_peer`; other peers keep theirs. While no notification has bound a gate, it cannot be told whose it
-is: closing a peer without a bound gate destroys every unbound one, and peers that then lose theirs
-get PeerGone and pair again.
-- Copies made by the writer's own CPU straight into our memory (UCX `cma`, also xpmem and knem) are outside
-  the receiver's power: with `cma`, a writer stopped in the middle and resumed after the teardown did write
-  on. So `cma` is off unless the user sets UCX_TLS, which is honoured as it is: on one host UCX_TLS=all is
-  about twice as fast, without the guarantee.
-- At the writer, `close_peer` releases the handles and drops the peer; a write that cannot be released settles
-  when it can, and until then NIXL reads its pages. A failure that may leave bytes under way is preceded by
-  PeerGone: the receiver must tear down.
+Teardown: `close_peer` releases the handles and drops the peer; a write that cannot be released settles when
+it can, and until then NIXL reads its pages. A failure that may leave bytes under way is preceded by PeerGone:
+the receiver must tear down, which is what a gate per peer is for (`nixl_gates`).
 """
 
-import itertools
 import logging
 import os
 from dataclasses import dataclass, field
 from typing import Any
 
-import nixl._bindings as nixl_bindings
 import numpy as np
-from nixl._api import nixl_agent, nixl_agent_config
 
 from kv_transfer.ids import Incarnation, TransferId
 from kv_transfer.messages import TransportOffer
@@ -44,45 +28,11 @@ from kv_transfer.transport import (
     WriteDone,
     WriteHandle,
 )
-from kv_transfer.transports.nixl_messages import (
-    BIND,
-    NAME,
-    NixlOffer,
-    pack_notice,
-    unpack_notice,
-    unpack_offer,
-)
+from kv_transfer.transports.nixl_agent import NIXL_ERRORS, default_ucx_options, make_agent
+from kv_transfer.transports.nixl_gates import NixlGates, owner_of
+from kv_transfer.transports.nixl_messages import BIND, NAME, NixlOffer, pack_notice, unpack_offer
 from kv_transfer.transports.outbox import CANCELLED, PEER_CLOSED, PEER_UNKNOWN, Outbox
 from kv_transfer.transports.registry import Built, Setup
-
-MAX_UNBOUND_GATES = 8
-PROGRESS_DELAY_US = 100
-
-_NAME_SEPARATOR = "/"
-
-NIXL_ERRORS: tuple[type[Exception], ...] = (
-    nixl_bindings.nixlBackendError,
-    nixl_bindings.nixlCancelledError,
-    nixl_bindings.nixlInvalidParamError,
-    nixl_bindings.nixlMismatchError,
-    nixl_bindings.nixlNotAllowedError,
-    nixl_bindings.nixlNotFoundError,
-    nixl_bindings.nixlNotPostedError,
-    nixl_bindings.nixlNotSupportedError,
-    nixl_bindings.nixlRemoteDisconnectError,
-    nixl_bindings.nixlRepostActiveError,
-    nixl_bindings.nixlUnknownError,
-)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Gate:
-    """A receiving agent. Destroyed by dropping it: nothing else may hold a reference to `agent`."""
-
-    name: str
-    agent: Any
-    registration: Any
-    peer: Incarnation | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,36 +56,14 @@ class _Zombie:
     reason: str
 
 
-def default_ucx_options() -> dict[str, str]:
-    """UCX settings that keep the teardown guarantee; a UCX_TLS in the environment has the last word."""
-    return {} if "UCX_TLS" in os.environ else {"engine_config": "TLS=^cma"}
-
-
-def make_agent(name: str, memory: PoolMemory, ucx_options: dict[str, str]) -> tuple[Any, Any]:
-    """An agent with the pool registered, and the registration.
-
-    NIXL's Python class hard-codes a progress thread that spins on a whole core, so it wraps an agent of our
-    own configuration instead: a thread that wakes on traffic and every PROGRESS_DELAY_US.
-    """
-    config = nixl_bindings.nixlAgentConfig()
-    config.useProgThread = True
-    config.pthrDelay = PROGRESS_DELAY_US
-    config.syncMode = nixl_bindings.NIXL_THREAD_SYNC_NONE
-    agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=[]))
-    agent.agent = nixl_bindings.nixlAgent(name, config)
-    agent.create_backend("UCX", dict(ucx_options))
-    return agent, agent.register_memory([(memory.address, memory.buffer.nbytes, 0, "")], "DRAM")
-
-
 class NixlTransport:
-    """See the module docstring for who owns which agent."""
+    """Invariant: every write is posted on a link, parked in the outbox, a zombie, or settled."""
 
     def __init__(self, incarnation: Incarnation, *, ucx_options: dict[str, str] | None = None) -> None:
         self.incarnation = incarnation
         self._ucx_options = default_ucx_options() if ucx_options is None else ucx_options
         self._outbox = Outbox()
-        self._gate_numbers = itertools.count(1)
-        self._gates: dict[str, _Gate] = {}
+        self._gates = NixlGates(incarnation, ucx_options=self._ucx_options)
         self._links: dict[Incarnation, _Link] = {}
         self._zombies: list[_Zombie] = []
         self._memory: PoolMemory | None = None
@@ -164,29 +92,12 @@ class NixlTransport:
             raise TransportError(f"memory: NIXL cannot register the pool: {error}") from error
 
     def offer(self) -> TransportOffer:
-        """Makes a fresh gate (tens of milliseconds). At most MAX_UNBOUND_GATES unclaimed ones are kept."""
-        unbound = [gate.name for gate in self._gates.values() if gate.peer is None]
-        for name in unbound[: max(0, len(unbound) + 1 - MAX_UNBOUND_GATES)]:
-            self._destroy_gate(name)
-        name = f"{self.incarnation}{_NAME_SEPARATOR}{next(self._gate_numbers)}"
-        try:
-            agent, registration = make_agent(name, self.memory, self._ucx_options)
-            metadata = agent.get_agent_metadata()
-        except NIXL_ERRORS as error:
-            raise TransportError(f"memory: NIXL cannot register the pool: {error}") from error
-        self._gates[name] = _Gate(name=name, agent=agent, registration=registration)
-        blob = NixlOffer(
-            address=self.memory.address,
-            page_bytes=self.memory.page_bytes,
-            num_pages=self.memory.num_pages,
-            gate=name,
-            metadata=metadata,
-        ).pack()
-        return TransportOffer(name=NAME, blob=blob)
+        """Makes a fresh gate (tens of milliseconds)."""
+        return TransportOffer(name=NAME, blob=self._gates.open(self.memory).pack())
 
     def connect(self, peer: Incarnation, offer: TransportOffer, *, copy_bytes: int | None = None) -> None:
         theirs = unpack_offer(offer)
-        if theirs.gate.split(_NAME_SEPARATOR, 1)[0] != peer:
+        if owner_of(theirs.gate) != peer:
             raise TransportError(f"offer.gate: incarnation {peer!r} expected, got {theirs.gate!r}")
         num_bytes = self.memory.check_copy(copy_bytes, theirs.page_bytes)
         if peer in self._links:
@@ -229,8 +140,7 @@ class NixlTransport:
         for peer, link in self._links.items():
             self._check_writes(peer, link)
         self._zombies = [zombie for zombie in self._zombies if not self._bury(zombie)]
-        for gate in list(self._gates.values()):
-            self._read_notices(gate)
+        self._read_gates()
         return self._outbox.drain()
 
     def cancel(self, handle: WriteHandle) -> None:
@@ -238,22 +148,17 @@ class NixlTransport:
         self._outbox.withdraw(handle, CANCELLED)
 
     def close_peer(self, peer: Incarnation) -> None:
-        for gate in [gate for gate in self._gates.values() if gate.peer is None]:
-            self._read_notices(gate)  # the peer's first notification may be waiting
+        self._read_gates(only_unbound=True)  # the peer's first notification may be waiting
         was_connected = peer in self._links
         self._drop_link(peer, PEER_CLOSED)
-        bound = [gate.name for gate in self._gates.values() if gate.peer == peer]
-        for name in bound:
-            self._destroy_gate(name)
-        if was_connected and not bound:
+        if not self._gates.destroy_of(peer) and was_connected:
             self._destroy_unbound_gates()
         self._outbox.forget(peer)
 
     def close(self) -> None:
         for peer in list(self._links):
             self._drop_link(peer, PEER_CLOSED)
-        for name in list(self._gates):
-            self._destroy_gate(name)
+        self._gates.close()
         for zombie in self._zombies:
             self._outbox.fail(zombie.handle, zombie.reason)
         self._zombies.clear()
@@ -268,15 +173,13 @@ class NixlTransport:
             self._local_pages[num_bytes] = self._sender.prep_xfer_dlist("NIXL_INIT_AGENT", rows, "DRAM")
         return self._local_pages[num_bytes]
 
-    def _destroy_gate(self, name: str) -> None:
-        """The agent's destructor joins its progress thread: after this line nothing is written through it."""
-        del self._gates[name]
+    def _read_gates(self, *, only_unbound: bool = False) -> None:
+        for event in self._gates.read(self._links, only_unbound=only_unbound):
+            self._outbox.emit(event)
 
     def _destroy_unbound_gates(self) -> None:
         """Any of them may be the closed peer's. Connected peers that lose theirs must pair again."""
-        for name in [gate.name for gate in self._gates.values() if gate.peer is None]:
-            self._destroy_gate(name)
-        bound = {gate.peer for gate in self._gates.values()}
+        bound = self._gates.destroy_unbound()
         for peer, link in self._links.items():
             if peer not in bound:
                 self._lose(peer, link, "receiving agent given up")
@@ -360,27 +263,6 @@ class NixlTransport:
             self._outbox.emit(WriteDone(handle=handle))
         elif state != "PROC":
             self._lose(peer, link, f"NIXL transfer state {state}")
-
-    def _read_notices(self, gate: _Gate) -> None:
-        try:
-            notices: dict[str, list[bytes]] = gate.agent.get_new_notifs()
-        except NIXL_ERRORS as error:
-            self._gates.pop(gate.name, None)
-            if gate.peer is not None:
-                self._outbox.emit(PeerGone(peer=gate.peer, reason=str(error)))
-            return
-        for sender, messages in notices.items():
-            peer = Incarnation(sender)
-            gate.peer = gate.peer or peer
-            for message in messages:
-                self._take_notice(gate, peer, message)
-
-    def _take_notice(self, gate: _Gate, peer: Incarnation, message: bytes) -> None:
-        if message == BIND:
-            return
-        landed = unpack_notice(peer, message)
-        if landed is not None and gate.peer == peer and peer in self._links:
-            self._outbox.emit(landed)
 
 
 def _strided(pool: PoolMemory | NixlOffer, num_bytes: int) -> "np.ndarray[Any, np.dtype[np.uint64]]":

@@ -26,7 +26,7 @@ from engine.randomness import Coins
 from engine.request import Request
 from speculative.drafts.chain_draws import ChainDraws
 from speculative.drafts.reach import within_reach
-from speculative.drafts.recurrent import TreeShape
+from speculative.drafts.shape import TreeShape
 from speculative.proposer import Advance, DraftNeeds, Proposal, Seed
 
 

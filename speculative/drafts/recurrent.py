@@ -29,39 +29,11 @@ from speculative.drafts.extension import extension_of
 from speculative.drafts.head import DraftHead, Floats, Ids, best
 from speculative.drafts.reach import within_reach
 from speculative.drafts.scratch import ScratchRows
-from speculative.growth import Growth, num_candidates
+from speculative.drafts.shape import STATE_WIDTH, TreeShape
+from speculative.growth import Growth
 from speculative.proposer import Advance, DraftNeeds, Proposal, Seed
 
-# The state keeps so many candidates whatever the shape of the tree, so that both nodes of a pair agree.
-STATE_WIDTH = 16
 HANDOFF = ("topk_p", "topk_index", "hidden")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TreeShape:
-    """num_steps: depth of the tree. topk: siblings per row and beams per step; 1 makes it a chain.
-
-    num_draft_tokens: most tokens of a proposal, the root not counted.
-    """
-
-    num_steps: int = 3
-    topk: int = 1
-    num_draft_tokens: int = 8
-
-    def __post_init__(self) -> None:
-        limits = {"num_steps": 32, "topk": STATE_WIDTH, "num_draft_tokens": 256}
-        for name, most in limits.items():
-            value = {"num_steps": self.num_steps, "topk": self.topk}.get(name, self.num_draft_tokens)
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-                raise ValueError(f"{name} must be a whole number in [1, {most}], got {value!r}")
-
-    @property
-    def max_tokens(self) -> int:
-        return min(self.num_draft_tokens, num_candidates(width=self.topk, num_steps=self.num_steps))
-
-    @property
-    def num_scratch_slots(self) -> int:
-        return self.topk * (self.num_steps - 1)
 
 
 class DraftNetwork(Protocol):
@@ -123,7 +95,7 @@ class RecurrentProposer:
     def __init__(self, draft: RecurrentDraft) -> None:
         self._draft = draft
         self._shape = draft.shape
-        self.needs = needs_of(draft.needs, draft.shape, layer_ids=())
+        self.needs = _needs_of(draft.needs, draft.shape, layer_ids=())
         self._states: dict[Request, _State] = {}
         self._coins: Coins | None = None
         self._resting: frozenset[Request] = frozenset()  # of those last proposed for
@@ -135,7 +107,7 @@ class RecurrentProposer:
 
     def bind(self, model: Model, pool: PagePool) -> None:
         self._target_vocab_size = model.config.vocab_size
-        self.needs = needs_of(self._draft.needs, self._shape, layer_ids=self._draft.layer_ids(model))
+        self.needs = _needs_of(self._draft.needs, self._shape, layer_ids=self._draft.layer_ids(model))
         self._network = self._draft.build(model, pool)
         self._page_size = pool.layout.page_size
         self._backlog = Backlog(self._page_size)
@@ -305,7 +277,7 @@ def _redraw_(
     p_RK[[draws_drafts(request) for request in requests]] = 1.0
 
 
-def needs_of(needs: DraftNeeds, shape: TreeShape, *, layer_ids: tuple[int, ...]) -> DraftNeeds:
+def _needs_of(needs: DraftNeeds, shape: TreeShape, *, layer_ids: tuple[int, ...]) -> DraftNeeds:
     """What the whole algorithm needs, given what the draft itself does."""
     return DraftNeeds(
         max_draft_tokens=shape.max_tokens,

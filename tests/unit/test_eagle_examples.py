@@ -20,8 +20,9 @@ from speculative.accept import Acceptance, walk
 from speculative.accept_rules import target_only
 from speculative.drafts.extension import extension_of
 from speculative.drafts.modules import _Window
-from speculative.drafts.recurrent import RecurrentProposer, TreeShape
+from speculative.drafts.recurrent import RecurrentProposer
 from speculative.drafts.scratch import ScratchRows
+from speculative.drafts.shape import TreeShape
 from speculative.growth import Beams, Growth
 from speculative.ngram import NgramConfig, NgramProposer
 from speculative.proposer import Advance, DraftNeeds, Proposal, Seed
