@@ -8,7 +8,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -143,31 +143,11 @@ async def serve_node(config: NodeConfig, facts: NodeFacts, role: Role) -> None:
         built.transport.register(facts.memory)
         built.attach(asyncio.get_running_loop())
         server.add_handlers(_handlers(built))
-    peers = PeerTable(
-        ours=replace(
-            _hello(incarnation, facts, transports),
-            checksums=config.checksums,
-            allow_seedless=role.allow_seedless,
-        ),
-        transports={built.transport.name: built.transport for built in transports},
-        is_decode=role.may_write is not None,
-    )
+    peers = _peers(incarnation, config, facts, role=role, transports=transports)
     intake = Intake(limits=facts.limits, max_waiting=config.max_waiting)
     core = role.build_core(CoreParts(peers=peers, intake=intake, clock=time.monotonic))
-    record = NodeRecord(
-        role=facts.role,
-        address=address,
-        incarnation=incarnation,
-        model=facts.model_name,
-        layout=facts.layout.fingerprint,
-        page_size=facts.layout.page_size,
-        max_model_len=facts.limits.max_model_len,
-        vocab_size=facts.limits.vocab_size,
-        transports=tuple(built.transport.name for built in transports),
-        eos_token_ids=facts.eos_token_ids,
-        started_at=time.time(),
-        metrics_address=advertised_metrics(address, watch.port),
-    )
+    names = tuple(built.transport.name for built in transports)
+    record = _record(incarnation, address, facts, transports=names, metrics_port=watch.port)
     spans = _spans(config, record)
     doors = _Doors(server=server, watch=watch, trust=trust, spans=spans)
     try:
@@ -258,10 +238,44 @@ def _handlers(built: Built) -> "tuple[grpc.GenericRpcHandler[Any, Any], ...]":
     return tuple(handler for handler in handlers if isinstance(handler, grpc.GenericRpcHandler))
 
 
-def _hello(incarnation: Incarnation, facts: NodeFacts, transports: Sequence[Built]) -> Hello:
-    return Hello(
+def _peers(
+    incarnation: Incarnation, config: NodeConfig, facts: NodeFacts, *, role: Role, transports: Sequence[Built]
+) -> PeerTable:
+    ours = Hello(
         incarnation=incarnation,
         identity=facts.identity,
         layout=facts.layout,
         offers=tuple(TransportOffer(name=built.transport.name, blob=b"") for built in transports),
+        checksums=config.checksums,
+        allow_seedless=role.allow_seedless,
+    )
+    return PeerTable(
+        ours=ours,
+        transports={built.transport.name: built.transport for built in transports},
+        is_decode=role.may_write is not None,
+    )
+
+
+def _record(
+    incarnation: Incarnation,
+    address: str,
+    facts: NodeFacts,
+    *,
+    transports: tuple[str, ...],
+    metrics_port: int | None,
+) -> NodeRecord:
+    """What the registry is told."""
+    return NodeRecord(
+        role=facts.role,
+        address=address,
+        incarnation=incarnation,
+        model=facts.model_name,
+        layout=facts.layout.fingerprint,
+        page_size=facts.layout.page_size,
+        max_model_len=facts.limits.max_model_len,
+        vocab_size=facts.limits.vocab_size,
+        transports=transports,
+        eos_token_ids=facts.eos_token_ids,
+        started_at=time.time(),
+        metrics_address=advertised_metrics(address, metrics_port),
     )
