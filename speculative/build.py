@@ -77,20 +77,41 @@ def build_engine(settings: EngineSettings, *, clock: Callable[[], float]) -> Bui
 
     `clock`: seconds, to tell how long rounds take.
     """
-    max_threads = settings.threads or len(os.sched_getaffinity(0))
-    torch.set_num_threads(max_threads)
+    torch.set_num_threads(_max_threads(settings))
     torch.set_grad_enabled(False)
     proposer = _proposer(settings)
     policy = _policy(settings, proposer, clock)
     checkpoint = open_checkpoint(Path(settings.model))
     loaded = load_model(checkpoint, dtype=settings.dtype, device=_device(settings.device))
-    config = loaded.config
-    max_model_len = settings.max_model_len or config.max_model_len
-    if max_model_len > config.max_model_len:
-        raise ValueError(
-            f"max_model_len must be at most {config.max_model_len} for this model, got {max_model_len}"
-        )
+    max_model_len = _max_model_len(settings, loaded.config)
     pool = _pool(settings, loaded, proposer.needs)
+    loop = _loop(settings, loaded, pool, proposer=proposer, policy=policy)
+    return BuiltEngine(
+        loop=loop,
+        facts=_facts(loaded, pool, proposer.needs, max_model_len=max_model_len),
+        grammars=_grammars(checkpoint, loaded.config),
+    )
+
+
+def _max_threads(settings: EngineSettings) -> int:
+    return settings.threads or len(os.sched_getaffinity(0))
+
+
+def _max_model_len(settings: EngineSettings, config: ModelConfig) -> int:
+    wanted = settings.max_model_len or config.max_model_len
+    if wanted > config.max_model_len:
+        raise ValueError(f"max_model_len must be at most {config.max_model_len} for this model, got {wanted}")
+    return wanted
+
+
+def _loop(
+    settings: EngineSettings,
+    loaded: LoadedModel,
+    pool: PagePool,
+    *,
+    proposer: Proposer,
+    policy: DraftPolicy,
+) -> EngineLoop:
     cache = KvCache(
         num_pages=pool.num_pages,
         page_size=settings.page_size,
@@ -108,25 +129,28 @@ def build_engine(settings: EngineSettings, *, clock: Callable[[], float]) -> Bui
         cache=cache,
         proposer=proposer,
         limits=limits,
-        cores=_cores(max_threads, pool.device),
+        cores=_cores(_max_threads(settings), pool.device),
         policy=policy,
     )
     loop.mask_on(SideThreads(_MASK_THREADS, name="mask"))
-    facts = EngineFacts(
+    return loop
+
+
+def _facts(loaded: LoadedModel, pool: PagePool, needs: DraftNeeds, *, max_model_len: int) -> EngineFacts:
+    return EngineFacts(
         layout=pool.layout,
         address=pool.address,
         buffer=pool.buffer,
         num_pages=pool.num_pages,
-        vocab_size=config.vocab_size,
-        eos_token_ids=config.eos_token_ids,
+        vocab_size=loaded.config.vocab_size,
+        eos_token_ids=loaded.config.eos_token_ids,
         max_model_len=max_model_len,
         dtype=str(loaded.model.dtype).removeprefix("torch."),
         weights_fingerprint=loaded.weights_fingerprint,
-        prefill_identity=proposer.needs.prefill_identity,
-        draft=proposer.needs.draft,
-        draft_weights=proposer.needs.draft_weights,
+        prefill_identity=needs.prefill_identity,
+        draft=needs.draft,
+        draft_weights=needs.draft_weights,
     )
-    return BuiltEngine(loop=loop, facts=facts, grammars=_grammars(checkpoint, loaded.config))
 
 
 def _grammars(checkpoint: Checkpoint, config: ModelConfig) -> Grammars | None:
