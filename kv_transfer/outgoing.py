@@ -9,6 +9,10 @@ from kv_transfer.ids import TransferId
 from kv_transfer.messages import Final, Handoff, Reserve
 from kv_transfer.transport import Completed, CompletionEvent, Ready
 
+MAX_WRITE_PAGES = 256
+"""A write tells nothing until all of it has settled: of a long prompt whose Reserve came late both sides would
+see no progress for longer than they wait."""
+
 
 class OutgoingPages:
     """Invariant: pages [first wanted, _next) have been handed out as Ready, each exactly once."""
@@ -57,10 +61,10 @@ class OutgoingPages:
         self._num_ready = self._stop if handoff else num_tokens // self._page_size
 
     def take_ready(self) -> Ready | None:
-        """What can leave now and has not; None when there is nothing."""
+        """The next pages that can leave now and have not, for one write; None when there are none."""
         if self._remote is None or self._next >= self._num_ready:
             return None
-        start, self._next = self._next, self._num_ready
+        start, self._next = self._next, min(self._num_ready, self._next + MAX_WRITE_PAGES)
         return Ready(
             tid=self._tid,
             start=start,

@@ -10,7 +10,7 @@ are computed or owned, what a transport does with a write, other transfers, or t
 | FLUSHING | pages pinned by writes | all writes done → DONE, ReleasePages | no write done → CANCELLING |
 | CANCELLING | pages pinned by writes | every write settled → Drained, ReleasePages | drain time → ClosePeer |
 
-In COMPUTING each `computed` sends what is Ready and D has not got in one Write, so pages leave while later
+In COMPUTING each `computed` sends what is Ready and D has not got, so pages leave while later
 chunks are computed; the partial last page goes with the last chunk. Final leaves with the last write
 posted, since D waits for Final and for every range to land anyway; with checksums it leaves after the last
 write is done, because only then are the bytes to sum known to be final. DONE waits for every write.
@@ -228,8 +228,7 @@ class PrefillTransfer:
         """Send what is computed, reserved and not sent; with the last of it go over to FLUSHING."""
         if not self._pages.is_reserved:
             return
-        ready = self._pages.take_ready()
-        if ready is not None:
+        while (ready := self._pages.take_ready()) is not None:
             self._num_unposted += 1
             self._writing_since = now if self._writing_since is None else self._writing_since
             self._common.out.append(Write(peer=self.peer, pages=ready))

@@ -17,6 +17,10 @@ from router.run import Run
 from wire.work import Incarnation
 
 
+_MAX_PAUSE_S = 2.0
+"""Between two attempts: many preemptions must not add up to a wait of minutes."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """A route, and for the books why: "remote", "local_short", "local_cached" or "colocated"."""
@@ -119,7 +123,7 @@ class Routing:
 
     async def _pause(self, run: Run) -> None:
         """Leave a node that just broke or was full a moment before asking it again."""
-        delay = self._config.retry_delay_s * 2.0 ** max(0, run.num_attempts - 1)
+        delay = min(_MAX_PAUSE_S, self._config.retry_delay_s * 2.0 ** max(0, run.num_attempts - 1))
         now = asyncio.get_running_loop().time()
         if now + delay >= run.deadline:
             raise DeadlineExceeded("the request's deadline passed while waiting for a node")

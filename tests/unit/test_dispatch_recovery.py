@@ -226,6 +226,18 @@ async def test_a_lone_pair_is_tried_again_after_a_pause_that_doubles() -> None:
 
 
 @virtual
+async def test_the_pause_between_attempts_stays_short_however_many_there_were() -> None:
+    async with (
+        cluster(dispatch=DispatchConfig(max_preemptions=30)) as made,
+        reading(made, a_request()),
+    ):
+        for attempt in range(1, 21):
+            assert made["d1"].submits[-1].tid == _tid(attempt)
+            made["d1"].emit(Preempted(tid=_tid(attempt), next_index=0))
+            await asyncio.sleep(2.1)
+
+
+@virtual
 async def test_when_every_attempt_fails_the_last_reason_is_told() -> None:
     async with cluster("p1 d1 d2 d3") as made, reading(made, a_request()) as reader:
         for attempt in (1, 2, 3):

@@ -29,6 +29,7 @@ from kv_transfer.messages import (
     Reserve,
     TransferFailed,
 )
+from kv_transfer.outgoing import MAX_WRITE_PAGES
 from kv_transfer.prefill_side import PrefillTransfers
 from kv_transfer.prefill_transfer import PrefillState, PrefillTimeouts
 from kv_transfer.transport import Completed, Ready, WriteHandle
@@ -162,6 +163,26 @@ def test_a_late_reserve_sends_everything_computed_so_far_in_one_write() -> None:
     waiting = in_state(PrefillState.WAIT_RESERVE)
     assert reserve(waiting) == [write(0, 3), final((0, 3))]
     assert waiting.state(TID) is PrefillState.FLUSHING
+
+
+def test_a_long_prompt_whose_reserve_is_late_leaves_in_several_writes_and_each_moves_the_deadline() -> None:
+    transfers, num_pages = machine(), 2 * MAX_WRITE_PAGES + 1
+    pages = tuple(range(num_pages))
+    transfers.submit(TID, peer=D, num_prompt_tokens=16 * num_pages, deadline=1000.0, now=0.0)
+    handoff = Handoff(first_token=7, num_tokens=16 * num_pages)
+    last = {"num_tokens": 16 * num_pages, "pages": pages, "event": LAST, "handoff": handoff}
+    assert transfers.computed(TID, now=0.0, **last) == []  # type: ignore[arg-type]
+    whole = Reserve(tid=TID, page_ids=pages, skip_tokens=0, deadline_s=6.0)
+    *writes, end = transfers.reserve(D, whole, now=0.0)
+    spans = [(one.pages.start, one.pages.stop) for one in writes if isinstance(one, Write)]
+    assert spans == [(0, 256), (256, 512), (512, 513)]
+    assert end == Send(peer=D, message=Final(tid=TID, ranges=((0, num_pages),), handoff=handoff))
+    for start, stop in spans:
+        transfers.wrote(handle(start, stop))
+    for now, (start, stop) in zip((3.0, 6.0, 9.0), spans, strict=True):
+        assert transfers.tick(now) == []
+        actions = transfers.write_done(handle(start, stop), now=now)
+    assert actions == [HandoverDone(tid=TID, num_pages=num_pages, transfer_s=9.0), RELEASE]
 
 
 def test_a_write_carries_the_event_of_the_latest_chunk_it_contains() -> None:
