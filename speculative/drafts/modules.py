@@ -230,10 +230,11 @@ class ModuleChainProposer:
         width = self._modules[0].hidden_size
         if tuple(drafts.shape) != (self._num_modules,) or drafts.dtype != torch.int64:
             raise ValueError(f"handoff tensor drafts must be {self._num_modules} ids, got {drafts.tolist()}")
-        if hidden_NE.dim() != 2 or hidden_NE.shape[1] != width or len(hidden_NE) > self._num_modules:
+        is_matrix = hidden_NE.dim() == 2 and hidden_NE.shape[1] == width
+        if not is_matrix or len(hidden_NE) > self._num_modules or hidden_NE.dtype != self._model.dtype:
             raise ValueError(
-                f"handoff tensor hidden must be at most {self._num_modules} rows of {width},"
-                f" got shape {tuple(hidden_NE.shape)}"
+                f"handoff tensor hidden must be at most {self._num_modules} rows of {width} of"
+                f" {self._model.dtype}, got shape {tuple(hidden_NE.shape)} of {hidden_NE.dtype}"
             )
         vocab_size = self._model.config.vocab_size
         token_ids = [int(token_id) for token_id in drafts.tolist()]

@@ -254,8 +254,11 @@ class RecurrentProposer:
         draft_ids_K = seed.tensors["topk_index"].numpy()
         if draft_ids_K.min() < 0 or draft_ids_K.max() >= self._network.head.vocab_size:
             raise ValueError(f"handoff tensor topk_index must hold draft ids, got {draft_ids_K.tolist()}")
+        p_K = seed.tensors["topk_p"].numpy()
+        if (p_K < 0).any():  # a tree takes for granted that no child is likelier than its parent
+            raise ValueError(f"handoff tensor topk_p must hold probabilities, got {p_K.tolist()}")
         return _State(
-            p_K=seed.tensors["topk_p"].numpy(),
+            p_K=p_K,
             draft_ids_K=draft_ids_K,
             hidden_E=seed.tensors["hidden"].to(self._device),
         )

@@ -17,7 +17,7 @@ from speculative.proposer import Proposer, Seed
 from speculative.registry import create_proposer
 from tests.conformance.test_loop import LENGTHS, SAMPLINGS, prompt_of, reference
 from tests.draft_claims import kv_of_slots
-from tests.engines import make_engine, make_request, run, tokens_of
+from tests.engines import VOCAB_SIZE, make_engine, make_request, run, tokens_of
 from tests.node_pair import NodePair
 from tests.tiny_drafts import tiny_draft
 
@@ -340,8 +340,16 @@ def test_a_seed_that_does_not_fit_is_refused_by_the_tensor_s_name(
     engine.step()
     good = engine.seed(request)
     assert set(good.tensors) == set(engine.proposer.needs.handoff)
-    for name in good.tensors:
-        bad = Seed(tensors={**good.tensors, name: good.tensors[name][..., :-1]})
+    spoilt = [(name, tensor[..., :-1]) for name, tensor in good.tensors.items()]
+    values = {
+        "topk_p": torch.neg,
+        "topk_index": lambda ids_K: ids_K + VOCAB_SIZE,
+        "drafts": lambda ids_K: ids_K + VOCAB_SIZE,
+        "hidden": torch.Tensor.double,
+    }
+    spoilt += [(name, spoil(good.tensors[name])) for name, spoil in values.items() if name in good.tensors]
+    for name, tensor in spoilt:
+        bad = Seed(tensors={**good.tensors, name: tensor})
         with pytest.raises(ValueError, match=f"handoff tensor {name} must"):
             engine.proposer.admit(make_request("other", prompt_of(9)), bad)
     engine.release("r")
