@@ -16,7 +16,6 @@ from router.policies import Pair, PolicyState, RequestFacts, most_pages_of, poli
 from router.run import Run
 from wire.work import Incarnation
 
-
 _MAX_PAUSE_S = 2.0
 """Between two attempts: many preemptions must not add up to a wait of minutes."""
 
