@@ -10,8 +10,8 @@ from kv_transfer.messages import Final, Handoff, Reserve
 from kv_transfer.transport import Completed, CompletionEvent, Ready
 
 MAX_WRITE_PAGES = 256
-"""A write tells nothing until all of it has settled: of a long prompt whose Reserve came late both sides would
-see no progress for longer than they wait."""
+"""A write tells nothing until all of it has settled: of a long prompt whose Reserve came late both sides
+would see no progress for longer than they wait."""
 
 
 class OutgoingPages:
