@@ -134,6 +134,7 @@ class Attempt:
         self._links = links
         self._num_before = len(merger.delivered)
         self._finished: dict[str, Finished] = {}
+        self._last_word: Finished | None = None
         self._mailbox = Mailbox(capacity=capacity)
         self._sides = {"decode": route.decode} if route.prefill is None else {
             "prefill": route.prefill,
@@ -224,6 +225,8 @@ class Attempt:
                 return self._merge(arrival.side, event)
             case Finished():
                 self._finished[arrival.side] = event
+                if event.reason != HANDED_OVER and self._last_word is None:
+                    self._last_word = event
                 self._settle()
             case Rejected() | Preempted() | Failed() | LinkLost():
                 self._broke(arrival.side, event)
@@ -248,22 +251,20 @@ class Attempt:
                 side, cause="token_conflict", code="token_conflict", reason=str(fault), retryable=False
             )
             return []
-        if self._finished:
+        if self._last_word is not None:
             self._settle()
         return deltas
 
     def _settle(self) -> None:
         """See whether the last words that came end the attempt."""
         complete = len(self._merger.delivered) > self._num_before and not self._merger.has_gap
-        words = list(self._finished.values())
-        last = next((word for word in words if word.reason != HANDED_OVER), None)
-        if last is not None and complete:
+        if self._last_word is not None and complete:
             self.end = Done(
-                last_word=last,
+                last_word=self._last_word,
                 prefill=self._finished.get("prefill"),
                 decode=self._finished.get("decode"),
             )
-        elif len(words) == len(self._sides):
+        elif len(self._finished) == len(self._sides):
             reason = "both nodes are done but the request is not complete"
             self._break("decode", cause="protocol", code="incomplete", reason=reason, retryable=True)
 

@@ -32,6 +32,7 @@ class Mailbox:
     def __init__(self, *, capacity: int) -> None:
         self._capacity = capacity
         self._waiting: list[Arrival] = []
+        self._loop = asyncio.get_running_loop()
         self._news: asyncio.Future[None] | None = None
         self._is_overflowing = False
         self._is_expired = False
@@ -51,7 +52,7 @@ class Mailbox:
     async def take(self) -> list[Arrival]:
         """All that waits, at least one, in order of arrival. Raises ConsumerTooSlow, DeadlineExceeded."""
         if not (self._waiting or self._is_expired):
-            self._news = asyncio.get_running_loop().create_future()
+            self._news = self._loop.create_future()
             await self._news
         if self._is_overflowing:
             raise ConsumerTooSlow(f"the stream was not read: {self._capacity} events are waiting")

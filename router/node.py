@@ -24,6 +24,7 @@ from router.dispatch import DispatchConfig, Dispatcher
 from router.front_door import FrontDoor
 from router.grpc_server import RouterGrpcServer
 from router.grpc_service import GenerationService
+from router.heap import settled_heap
 from router.http import HttpFrontEnd, HttpOptions
 from router.http_edge import by_port
 from router.links import LinkConfig, NodeLinks, NodeSource
@@ -213,7 +214,8 @@ async def run(config: RouterConfig, *, on_listening: Callable[[Listening], None]
             nodes = RegistryView(registry)
             router = Router(config, connector=connector, nodes=nodes, text=text, tracer=tracer)
             tasks = [group.create_task(nodes.run()), group.create_task(router.run())]
-            await _serve(router, config, on_listening)
+            with settled_heap():
+                await _serve(router, config, on_listening)
             for task in tasks:
                 task.cancel()
     finally:

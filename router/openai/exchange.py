@@ -3,8 +3,9 @@
 Owns the choices of one request and the order of their chunks. Must never know sockets: the caller sends.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -102,10 +103,9 @@ class Exchange:
                 await send(data)
 
         await self._run(forward)
-        await send(self._last())
 
-    async def _run(self, emit: Emit) -> None:
-        await run_all([choice.generation for choice in self._choices], emit, bill=self._bill)
+    def _run(self, emit: Emit) -> Coroutine[Any, Any, None]:
+        return run_all([choice.generation for choice in self._choices], emit, bill=self._bill)
 
     def _opening(self, index: int, item: TextDelta | Ended) -> bytes:
         first = None if isinstance(item, Ended) else item
@@ -129,14 +129,13 @@ class Exchange:
 
     def _closing(self, index: int, end: Ended) -> bytes:
         self._ends[index] = end
-        is_last = len(self._ends) == len(self._choices) and not self._manner.wants_usage
-        extra = extension(self._ends) if is_last else {}
-        return self._event(self._choices[index].shape.closing(end.reason), extra)
-
-    def _last(self) -> bytes:
+        choice = self._choices[index].shape.closing(end.reason)
+        if len(self._ends) < len(self._choices):
+            return self._event(choice)
         if not self._manner.wants_usage:
-            return DONE
-        return self._event(None, {"usage": self._usage(), **extension(self._ends)}) + DONE
+            return self._event(choice, extension(self._ends)) + DONE
+        totals = {"usage": self._usage(), **extension(self._ends)}
+        return self._event(choice) + self._event(None, totals) + DONE
 
     def _event(self, choice: Json | None, extra: Json | None = None) -> bytes:
         """A chunk with one choice or none; `extra` stands beside the choices."""
