@@ -93,6 +93,7 @@ class NixlTransport:
 
     def offer(self) -> TransportOffer:
         """Makes a fresh gate (tens of milliseconds)."""
+        self._read_gates(only_unbound=True)  # those whose peer has come by now are not given up for it
         return TransportOffer(name=NAME, blob=self._gates.open(self.memory).pack())
 
     def connect(self, peer: Incarnation, offer: TransportOffer, *, copy_bytes: int | None = None) -> None:

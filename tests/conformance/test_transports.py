@@ -423,6 +423,24 @@ def test_news_of_a_connection_that_we_closed_is_not_told_of_the_next(grpc_bench:
     assert writer.of_type(PeerGone) == receiver.of_type(PeerGone) == []
 
 
+def test_a_node_that_meets_many_peers_between_two_polls_keeps_the_connection_of_each(
+    process_bench: Bench,
+) -> None:
+    """As one does that starts when its peers all run already."""
+    receiver, writers = process_bench.node(), [process_bench.node(receives=False) for _ in range(9)]
+    for number, writer in enumerate(writers):
+        writer.scribble(random.Random(number))
+        pair(writer, receiver)
+    handles = [send(writer, receiver, (1,), (number,)) for number, writer in enumerate(writers)]
+
+    def all_settled() -> bool:
+        return all(writer.is_settled(handle) for writer, handle in zip(writers, handles, strict=True))
+
+    pump(process_bench, [receiver, *writers], all_settled)
+    for number, writer in enumerate(writers):
+        assert (number, receiver.page(number)) == (number, writer.page(1))
+
+
 def test_refused_pages_stay_untouched_and_the_write_fails(grpc_bench: Bench) -> None:
     writer, receiver = paired(grpc_bench)
     receiver.leases.allowed = {1, 2}
