@@ -117,7 +117,7 @@ class IncomingPrompts:
             case Drained(tid=tid):
                 self._do(self._transfers.drained(peer, tid, now=now), now)
             case Heartbeat():
-                pass
+                self._transfers.peer_works(peer, now=now)
             case _:
                 self.peer_lost(self._desk.unexpected(peer, message), now=now)
 

@@ -139,6 +139,12 @@ class DecodeTransfers:
         """P knows the request: nothing to do, but it must be P's to know."""
         return self._take(self._find("planned", message.tid, peer))
 
+    def peer_works(self, peer: Incarnation, *, now: float) -> None:
+        """P's engine has gone on: prompts wait for their turn there, however long its queue is."""
+        for transfer in self._live.values():
+            if transfer.peer == peer:
+                transfer.peer_works(now)
+
     def landed(
         self, peer: Incarnation, tid: TransferId, *, start: int, stop: int, now: float
     ) -> list[DecodeAction]:

@@ -13,7 +13,8 @@ are allocated, what a transport is, other transfers, or the time. `lease` = page
 | QUARANTINED | quarantine owns pages | as CANCELLING → RELEASED | quarantine time → ClosePeer |
 
 A Final that comes before any range is news of the data too: RECEIVING. How long the next page may take
-depends on whether P still computes, which ends with Final. LANDED is passed in one step. The request's own
+depends on whether P still computes, which ends with Final; until then a step of P's engine is progress, of
+whatever prompt. LANDED is passed in one step. The request's own
 deadline also ends QUEUED, RESERVED and RECEIVING. `abort`, TransferFailed and loss of the peer are legal
 everywhere; any other event a state does not list (`_LISTED`) is counted in `faults` and ends the transfer. A
 failure is reported at once, its lease is released later: on P's Drained or after the teardown of P's
@@ -70,7 +71,7 @@ _TIMEOUT_CODES: Constant[Mapping[DecodeState, str]] = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeTimeouts:
     queue_s: float = 30.0
-    prefill_s: float = 60.0  # Reserve to the first page, and page to page while P computes
+    prefill_s: float = 60.0  # Reserve to the first page, and page to page, while P's engine makes no step
     progress_s: float = 10.0  # page to page once P has said Final
     drain_s: float = 5.0  # CancelTransfer to Drained
     quarantine_s: float = 30.0  # then P's connection is torn down
@@ -127,6 +128,11 @@ class DecodeTransfer:
         self._send(reserve)
 
     # -- the peer
+
+    def peer_works(self, now: float) -> None:
+        """P's engine makes steps: what it has not computed yet is not lost."""
+        if self.state in _LEASED and self._pages is not None and self._pages.final is None:
+            self._move(self.state, now + self._common.timeouts.prefill_s)
 
     def landed(self, start: int, stop: int, now: float) -> None:
         if self._is_listed("landed", now) and self._pages is not None and self.state in _LEASED:

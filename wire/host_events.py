@@ -44,6 +44,8 @@ class PeerHello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerMessage:
+    """Of heartbeats only those that tell of steps since the one before."""
+
     peer: Incarnation
     message: ToPrefill | ToDecode
 

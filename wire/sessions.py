@@ -206,12 +206,17 @@ class Sessions:
         logger.info("session with %s at %s ended: %s", peer, channel.peer, reason)
 
     async def _read(self, channel: Channel, peer: Incarnation, timeout_s: float | None) -> None:
+        last_step: int | None = None
         while True:
             message: Any = await receive_within(channel, timeout_s)
             if isinstance(message, Hello | Refused):
                 raise ChannelClosed(f"{channel.peer} sent an unexpected {type(message).__name__}")
-            if not isinstance(message, Heartbeat):
-                self._post(PeerMessage(peer=peer, message=message))
+            if isinstance(message, Heartbeat):
+                has_stepped = last_step is not None and message.engine_step > last_step
+                last_step = message.engine_step
+                if not has_stepped:
+                    continue  # the peer lives, which is all there is to it
+            self._post(PeerMessage(peer=peer, message=message))
 
     async def _send_heartbeats(self, outbox: Outbox) -> None:
         while True:

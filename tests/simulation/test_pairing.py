@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from tests.simulation.cluster import SimCluster, SimConfig, running_cluster
-from tests.simulation.test_cluster import assert_whole, consume_all, mixed, simulate, stream
+from tests.simulation.test_cluster import assert_whole, attempts, consume_all, mixed, simulate, stream
 from tests.simulation.virtual_loop import run_virtual
 
 
@@ -42,3 +42,17 @@ def test_a_prefill_node_that_computes_slowly_is_waited_for(checksums: bool) -> N
 
     config = SimConfig(step_s=15.0, checksums=checksums, engine={"P": {"chunk_tokens": 16}})
     simulate(config, scenario, num_pairs=1)
+
+
+def test_prompts_that_wait_long_for_their_turn_on_the_prefill_node_are_waited_for() -> None:
+    """Decode has pages for all of them at once, prefill computes one after the other for minutes."""
+
+    async def scenario(cluster: SimCluster) -> None:
+        streams = [stream(160, variant=number, max_tokens=2) for number in range(12)]
+        await consume_all(cluster, streams)
+        assert_whole(streams)
+        assert asyncio.get_running_loop().time() > 100.0
+        assert attempts(streams) == [1] * 12
+
+    engine = {"P": {"chunk_tokens": 16, "num_pages": 600}, "D": {"num_pages": 600, "reserve_tokens": 2}}
+    simulate(SimConfig(step_s=1.0, engine=engine), scenario, num_pairs=1)

@@ -391,6 +391,28 @@ def test_progress_moves_the_deadline() -> None:
     assert transfers.next_deadline == 23.0
 
 
+@pytest.mark.parametrize("state", [DecodeState.RESERVED, DecodeState.RECEIVING])
+def test_steps_of_the_peers_engine_are_progress_until_final(state: DecodeState) -> None:
+    transfers = in_state(state)
+    transfers.peer_works(OTHER, now=4.0)
+    assert transfers.next_deadline == 20.0
+    transfers.peer_works(P, now=5.0)
+    assert transfers.next_deadline == 25.0
+    transfers.peer_works(P, now=90.0)
+    assert transfers.next_deadline == 100.0  # the request's own
+    transfers.final(P, final((0, 3)), now=90.0)
+    transfers.peer_works(P, now=92.0)
+    assert transfers.next_deadline == 94.0
+
+
+@pytest.mark.parametrize("state", [DecodeState.QUEUED, DecodeState.CANCELLING, DecodeState.QUARANTINED])
+def test_steps_of_the_peers_engine_prolong_no_other_wait(state: DecodeState) -> None:
+    transfers = in_state(state)
+    expected = transfers.next_deadline
+    transfers.peer_works(P, now=2.0)
+    assert transfers.next_deadline == expected
+
+
 def test_once_final_has_come_pages_must_follow_one_another_faster() -> None:
     transfers = in_state(DecodeState.RECEIVING)
     transfers.final(P, final((0, 3)), now=3.0)

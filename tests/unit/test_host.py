@@ -305,6 +305,24 @@ def test_heartbeats_keep_a_quiet_session_alive() -> None:
     run_virtual(main())
 
 
+def test_the_core_hears_of_heartbeats_that_tell_of_steps_and_of_no_others() -> None:
+    async def main() -> None:
+        cluster = Cluster()
+        async with (
+            FakeNode(cluster, "prefill", "p:1", P) as prefill,
+            FakeNode(cluster, "decode", "d:1", D) as decode,
+        ):
+            for _ in range(3):
+                await asyncio.sleep(60.0)
+                prefill.core.num_steps += 5
+            await asyncio.sleep(60.0)
+            heard = [event.message for event in decode.core.events if isinstance(event, PeerMessage)]
+            assert heard == [Heartbeat(engine_step=step) for step in (6, 11, 16)]
+            assert [type(event) for event in prefill.core.events] == [PeerHello]
+
+    run_virtual(main())
+
+
 def test_drop_peer_closes_the_session_and_a_new_one_follows() -> None:
     async def main() -> None:
         cluster = Cluster()
