@@ -1,5 +1,6 @@
 """Is a request one that this engine can ever run? Checked once, on arrival, before anything is held."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ class EngineLimits:
             ("stop_token_ids", sampling.stop_token_ids),
             ("logit_bias", [token_id for token_id, _ in sampling.logit_bias]),
             ("allowed_token_ids", sampling.allowed_token_ids),
+            ("banned_sequences", itertools.chain.from_iterable(sampling.banned_sequences)),
         ):
             for token_id in ids:
                 if not 0 <= token_id < self.vocab_size:

@@ -14,7 +14,8 @@ class SamplingParams:
     token's only, n > 0 also the n most likely; `prompt_logprobs` asks the same of the prompt's own tokens,
     all but the first. `stop_token_ids` already contains the model's
     end-of-sequence ids unless the user asked to ignore them; until `min_tokens` outputs exist they
-    cannot be drawn. `allowed_token_ids` () allows every token. `seed` is always set: the router mints one
+    cannot be drawn. `allowed_token_ids` () allows every token. No answer contains one of
+    `banned_sequences`, none of which is empty. `seed` is always set: the router mints one
     where the user gave none.
     """
 
@@ -33,6 +34,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
+    banned_sequences: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         _require("temperature", self.temperature, 0.0 <= self.temperature <= 2.0, "in [0, 2]")
@@ -55,6 +57,8 @@ class SamplingParams:
         _require("seed", self.seed, 0 <= self.seed < 2**64, "an unsigned 64-bit integer")
         for token_id, bias in self.logit_bias:
             _require(f"logit_bias[{token_id}]", bias, token_id >= 0 and abs(bias) <= 100.0, "in [-100, 100]")
+
+        _require("banned_sequences", self.banned_sequences, all(self.banned_sequences), "none of them empty")
 
     @property
     def is_greedy(self) -> bool:

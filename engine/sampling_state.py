@@ -1,7 +1,7 @@
 """What the logits of one request depend on besides the model: its own tokens, counted as they come.
 
-Owns penalties, logit_bias, allowed_token_ids, min_tokens and the request's place in its grammar. Must never
-know how a token is drawn from the result.
+Owns penalties, logit_bias, allowed_token_ids, banned_sequences, min_tokens and the request's place in its
+grammar. Must never know how a token is drawn from the result.
 Shapes: `R` logit rows, `V` vocabulary, `U` distinct tokens seen so far, `W` words of 32 tokens.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
+from engine.bans import Bans
 from engine.grammar import Matcher, Words, allows_only, tree_masks
 from engine.params import SamplingParams
 
@@ -47,6 +48,9 @@ class SamplingState:
         self._biases = torch.tensor(list(biases.values()), dtype=torch.float32)
         _require_in_vocabulary("allowed_token_ids", params.allowed_token_ids, vocab_size)
         self._forbidden_V = _all_but(params.allowed_token_ids, vocab_size)
+        for sequence in params.banned_sequences:
+            _require_in_vocabulary("banned_sequences", sequence, vocab_size)
+        self._bans = Bans(params.banned_sequences, tokens[num_prompt_tokens:])
         stop_ids = [token_id for token_id in params.stop_token_ids if 0 <= token_id < vocab_size]
         self._stop_ids = torch.tensor(stop_ids, dtype=torch.int64)
         self._history = _History() if _has_penalties(params) else None
@@ -91,6 +95,7 @@ class SamplingState:
         if self._matcher is not None:
             self._unmatched += token_ids
         self.num_tokens += len(token_ids)
+        self._bans.advance(token_ids)
         if self._history is not None:
             self._history.add(token_ids, count=1)
 
@@ -98,7 +103,7 @@ class SamplingState:
         """Whether `adjust_` would alter the logits that follow the tokens of `path`."""
         params = self.params
         is_shaped = self._history is not None or bool(params.logit_bias) or bool(params.allowed_token_ids)
-        return is_shaped or self._forbids_stop(path)
+        return is_shaped or self._forbids_stop(path) or bool(self._bans.after(path))
 
     def adjust_(
         self,
@@ -111,9 +116,9 @@ class SamplingState:
         """Change, in place, rows `rows` of float32 `[R, V]`: row `rows[i]` follows the tokens of `paths[i]`.
 
         Order: repetition (prompt and outputs), frequency and presence (outputs) penalties, logit_bias,
-        then all but allowed_token_ids forbidden, and stop tokens while fewer than min_tokens outputs exist,
-        unless the row's grammar is finished: its entry of `allowed` has nothing else. A path counts as
-        output.
+        then forbidden: all but allowed_token_ids, what completes one of banned_sequences, and stop tokens
+        while fewer than min_tokens outputs exist, unless the row's grammar is finished: its entry of
+        `allowed` has nothing else. A path counts as output.
         """
         device = scores_RV.device
         rows_R1 = torch.tensor(rows, dtype=torch.int64, device=device)[:, None]
@@ -128,6 +133,9 @@ class SamplingState:
             forbidden_V = self._forbidden_V.to(device)
             for row in rows:
                 scores_RV[row].masked_fill_(forbidden_V, -torch.inf)
+        for row, path in zip(rows, paths, strict=True):
+            if banned := self._bans.after(path):
+                scores_RV[row, banned] = -torch.inf
         early = [
             row
             for row, path, words_W in zip(rows, paths, allowed, strict=True)

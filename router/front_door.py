@@ -4,10 +4,11 @@ Owns nothing but the wiring of text, limits and dispatcher. Must never know a wi
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from router.generation import Generates, Generation
-from router.planning import Label, ModelFacts, Plan, Planner, SamplingOptions
+from router.planning import Label, ModelFacts, Plan, Planner, SamplingOptions, check_bad_words
 from router.served import ServedModel
 from router.text.model_text import ModelText
 from router.text.options import AS_USUAL, OPEN_ANSWER, PromptOptions, TemplateOptions
@@ -54,6 +55,13 @@ class FrontDoor:
         options: PromptOptions = AS_USUAL,
     ) -> tuple[int, ...]:
         return await self._text.encode_chat(messages, template, adds_special=bool(options.adds_special))
+
+    async def in_tokens(self, options: SamplingOptions) -> SamplingOptions:
+        """With the tokens of bad words. Raises BadRequest."""
+        check_bad_words(options.bad_words)
+        if not options.bad_words:
+            return options
+        return replace(options, banned_sequences=await self._text.encode_words(options.bad_words))
 
     async def decode(self, ids: Sequence[int]) -> str:
         return await self._text.decode(ids)

@@ -54,6 +54,7 @@ def unpack_sampling(sampling: generate_pb2.Sampling) -> SamplingOptions:
         stop_token_ids=tuple(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,
         allowed_token_ids=tuple(dict.fromkeys(sampling.allowed_token_ids)),
+        bad_words=tuple(dict.fromkeys(sampling.bad_words)),
         logit_bias=tuple((token_id, _as_written(bias)) for token_id, bias in sampling.logit_bias.items()),
     )
 

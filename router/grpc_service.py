@@ -154,6 +154,7 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
         options, sampling = unpack_prompt_options(request), _sampling(request)
         if tools is not None:
             sampling = self._chat_format.options(sampling, tools)
+        sampling = await self._door.in_tokens(sampling)
         encoded, param = await self._prompt(request, options, tools or NO_TOOLS)
         return [
             self._door.plan(

@@ -13,6 +13,7 @@ from router.text.stops import MAX_STOP_CHARS, MAX_STOPS
 
 _SEED_RANGE = 2**64
 MAX_STOP_TOKEN_IDS = 256
+MAX_BAD_WORDS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,7 @@ class SamplingOptions:
 
     `max_tokens` 0 asks for nothing but the prompt, which makes sense only where `may_be_empty` says so.
     `shows_stop`: the answer ends with the stop that ended it. `shows_special`: special tokens have text.
+    `banned_sequences`: what `bad_words` are in tokens, once they are known.
     """
 
     max_tokens: int | None = None
@@ -58,6 +60,8 @@ class SamplingOptions:
     ignore_eos: bool = False
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    banned_sequences: tuple[tuple[int, ...], ...] = ()
     constraint: Constraint | None = None
 
 
@@ -193,6 +197,21 @@ def _check_stops(options: SamplingOptions) -> None:
             )
 
 
+def check_bad_words(words: tuple[str, ...]) -> None:
+    """Raises BadRequest."""
+    if len(words) > MAX_BAD_WORDS:
+        raise BadRequest(
+            f"bad_words must hold at most {MAX_BAD_WORDS} strings, got {len(words)}", param="bad_words"
+        )
+    for word in words:
+        if not word.strip() or len(word) > MAX_STOP_CHARS:
+            raise BadRequest(
+                f"bad_words must hold strings of 1 to {MAX_STOP_CHARS} characters, not only blanks,"
+                f" got one of {len(word)}",
+                param="bad_words",
+            )
+
+
 def _max_tokens(num_prompt: int, options: SamplingOptions, facts: ModelFacts, *, param: str) -> int:
     """The user's cap, else all the room the model has left."""
     limit = facts.max_model_len
@@ -243,6 +262,7 @@ def _sampling(
             stop_token_ids=tuple(dict.fromkeys((*options.stop_token_ids, *eos))),
             logit_bias=options.logit_bias,
             allowed_token_ids=options.allowed_token_ids,
+            banned_sequences=options.banned_sequences,
             **{name: value for name, value in given.items() if value is not None},
         )
     except ValueError as error:

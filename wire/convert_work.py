@@ -189,6 +189,7 @@ def _pack_sampling(sampling: SamplingParams) -> pb.SamplingParams:
         bias_ids=[token_id for token_id, _ in sampling.logit_bias],
         bias_values=[bias for _, bias in sampling.logit_bias],
         allowed_token_ids=sampling.allowed_token_ids,
+        banned_sequences=[pb.TokenSequence(ids=ids) for ids in sampling.banned_sequences],
     )
 
 
@@ -212,6 +213,7 @@ def _unpack_sampling(sampling: pb.SamplingParams) -> SamplingParams:
         stop_token_ids=tuple(sampling.stop_token_ids),
         logit_bias=tuple(zip(ids, values, strict=True)),
         allowed_token_ids=tuple(sampling.allowed_token_ids),
+        banned_sequences=tuple(tuple(sequence.ids) for sequence in sampling.banned_sequences),
     )
 
 

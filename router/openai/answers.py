@@ -56,7 +56,7 @@ class Answers:
     async def completion(self, request: CompletionRequest, origin: Origin) -> Exchange:
         """Raises RouterError."""
         facts = self._door.facts(request.wishes.model)
-        wishes = request.wishes
+        wishes = replace(request.wishes, options=await self._door.in_tokens(request.wishes.options))
         encoded = await asyncio.gather(
             *(self._door.encode(prompt, wishes.text) for prompt in request.prompts)
         )
@@ -83,8 +83,7 @@ class Answers:
     async def chat(self, request: ChatRequest, origin: Origin) -> Exchange:
         """Raises RouterError."""
         facts = self._door.facts(request.wishes.model)
-        wishes = request.wishes
-        wishes = replace(wishes, options=self._chat_format.options(wishes.options, request.tools))
+        wishes = await self._wishes(request)
         encoded = await self._door.encode_chat(request.messages, request.template, wishes.text)
         prompt = cut(encoded, wishes.text, facts, max_tokens=wishes.options.max_tokens)
         envelope = self._envelope("chatcmpl", wishes, facts)
@@ -109,8 +108,7 @@ class Answers:
     async def response(self, request: ResponseRequest, origin: Origin) -> ResponseExchange:
         """Raises RouterError."""
         facts = self._door.facts(request.wishes.model)
-        options = self._chat_format.options(request.wishes.options, request.tools)
-        wishes = replace(request.wishes, options=options)
+        wishes = await self._wishes(request)
         encoded = await self._encode_chat(request.messages, request.template, wishes, param="input")
         prompt = cut(encoded, wishes.text, facts, max_tokens=wishes.options.max_tokens)
         plan = self._door.plan(
@@ -153,6 +151,11 @@ class Answers:
             check_token_ids(request.ids[start : start + _IDS_AT_ONCE], facts, param="tokens")
             await asyncio.sleep(0)
         return {"prompt": await self._door.decode(request.ids)}
+
+    async def _wishes(self, request: ChatRequest | ResponseRequest) -> Wishes:
+        """With all that tools, their parser and the tokenizer make of them."""
+        options = self._chat_format.options(request.wishes.options, request.tools)
+        return replace(request.wishes, options=await self._door.in_tokens(options))
 
     def _output(self, tools: Tools, wishes: Wishes, prompt: tuple[int, ...]) -> ResponseOutput:
         options, tokenizer = wishes.options, self._door.tokenizer

@@ -9,7 +9,6 @@ from typing import Any
 from router.errors import BadRequest
 
 _ANY_ENDPOINT: Mapping[str, tuple[Any, ...]] = {
-    "bad_words": ([],),
     "kv_transfer_params": (),
     "length_penalty": (1, 1.0),
     "logits_processors": ([],),

@@ -48,6 +48,7 @@ def read_sampling(
         stop_token_ids=fields.integers("stop_token_ids"),
         ignore_eos=fields.boolean("ignore_eos"),
         allowed_token_ids=_allowed(fields),
+        bad_words=_bad_words(fields.raw("bad_words")),
         logit_bias=_logit_bias(fields.mapping("logit_bias")),
         constraint=constraint,
     )
@@ -91,6 +92,14 @@ def _stop(value: Any) -> tuple[str, ...]:
     if not isinstance(stops, list) or any(not isinstance(stop, str) for stop in stops):
         raise refuse("stop", "a string or a list of strings", value)
     return tuple(dict.fromkeys(stops))
+
+
+def _bad_words(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list) or any(not isinstance(word, str) for word in value):
+        raise refuse("bad_words", "a list of strings", value)
+    return tuple(dict.fromkeys(value))
 
 
 def _allowed(fields: Fields) -> tuple[int, ...]:

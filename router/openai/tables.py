@@ -139,6 +139,7 @@ _SAMPLING: Mapping[str, Json] = {
     "stop": {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": 16}]},
     "stop_token_ids": {"type": "array", "items": _TOKEN_ID, "maxItems": 256},
     "ignore_eos": _BOOLEAN,
+    "bad_words": {"type": "array", "items": _STOP, "maxItems": 256},
     "allowed_token_ids": {"type": "array", "minItems": 1, "items": _TOKEN_ID},
     "logit_bias": {
         "type": "object",

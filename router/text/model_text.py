@@ -18,6 +18,7 @@ from router.text.tokenizer import Tokenizer, read_json
 T = TypeVar("T")
 
 _LONG_TEXT_CHARS = 4096
+_CHARS_OF_A_WORD = 64  # what tokenising one costs, however short it is
 _NUM_THREADS = 2
 _MAX_WAITING = 256
 _MAX_WAITING_CHARS = 64 * 1024 * 1024
@@ -60,6 +61,16 @@ class ModelText:
         return await self._run(
             len(text), lambda: self.tokenizer.encode(text, add_special_tokens=adds_special)
         )
+
+    async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Ids of each word, as it stands at the beginning of a text and after a blank."""
+        spelt = [f"{blank}{word.lstrip()}" for word in words for blank in ("", " ")]
+
+        def encode() -> tuple[tuple[int, ...], ...]:
+            ids = (self.tokenizer.encode(word, add_special_tokens=False) for word in spelt)
+            return tuple(dict.fromkeys(ids))
+
+        return await self._run(_CHARS_OF_A_WORD * len(spelt), encode)
 
     async def encode_chat(
         self,

@@ -46,6 +46,7 @@ SAMPLINGS: Mapping[str, Mapping[str, Any]] = {
     "penalties": {"frequency_penalty": 0.75, "presence_penalty": 0.5, "repetition_penalty": 1.5},
     "logit-bias": {"logit_bias": ((0, 1.5), (2, -0.75))},
     "min-tokens": {"min_tokens": 2, "stop_token_ids": (1,)},  # of the two tokens only the first is forbidden
+    "bans": {"banned_sequences": ((1, 1), (0, 2), (2, 1, 0))},
     "all": {
         "temperature": 1.5,
         "top_p": 0.875,

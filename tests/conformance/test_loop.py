@@ -86,6 +86,7 @@ SAMPLINGS = {
         "repetition_penalty": 1.2,
     },
     "greedy penalised": {"temperature": 0.0, "frequency_penalty": 1.5, "repetition_penalty": 1.3},
+    "banned": {"temperature": 0.7, "banned_sequences": tuple((a, b) for a in range(50) for b in range(50))},
     "biased": {
         "temperature": 1.0,
         "logit_bias": ((7, 4.0), (9, -100.0)),

@@ -114,6 +114,7 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.0, "frequency_penalty": 0.7},
     {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "presence_penalty": 0.2},
     {"temperature": 0.0, "min_tokens": 20, "stop_token_ids": (0, 1, 2)},
+    {"temperature": 0.0, "banned_sequences": ((0, 1), (3,), (2, 4, 5))},
 ]
 
 

@@ -41,6 +41,10 @@ def adjusted(
         scores[token_id] -= params.frequency_penalty * outputs.count(token_id) + params.presence_penalty
     for token_id, bias in params.logit_bias:
         scores[token_id] += bias
+    for sequence in params.banned_sequences:
+        begin = list(sequence[:-1])
+        if outputs[max(0, len(outputs) - len(begin)) :] == begin or not begin:
+            scores[sequence[-1]] = -math.inf
     if len(outputs) < params.min_tokens:
         for token_id in params.stop_token_ids:
             scores[token_id] = -math.inf

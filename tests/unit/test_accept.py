@@ -154,6 +154,7 @@ def speculative_decode(
         {"temperature": 0.0, "repetition_penalty": 1.5},
         {"temperature": 1.0, "frequency_penalty": 1.5, "repetition_penalty": 1.2, "top_k": 6},
         {"temperature": 1.0, "min_tokens": 12, "stop_token_ids": (1, 2), "logit_bias": ((1, 3.0), (4, -2.0))},
+        {"temperature": 1.0, "banned_sequences": ((1,), (2, 2), (3, 4, 5), (3, 4, 6), (5, 4, 5))},
     ],
 )
 def test_a_walked_tree_emits_the_tokens_of_plain_decoding(options: dict[str, object]) -> None:

@@ -76,6 +76,34 @@ async def test_a_form_goes_along_with_every_choice() -> None:
     assert all(EOS in request.sampling.stop_token_ids for request in dispatcher.requests)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT | {"n": 2}),
+        ("/v1/completions", COMPLETION),
+        ("/v1/responses", {"input": "hi"}),
+    ],
+)
+async def test_bad_words_go_to_the_nodes_in_tokens_as_they_stand_at_the_beginning_and_after_a_blank(
+    path: str, body: dict[str, Any]
+) -> None:
+    dispatcher = answering()
+    words = [
+        "flag",
+        " world",
+        "Zürich ist schön",
+        *(str(i) for i in range(100)),
+    ]  # more than one does at once
+    assert (await post(dispatcher, path, body | {"bad_words": words})).status_code == 200
+    for request in dispatcher.requests:
+        found = request.sampling.banned_sequences
+        assert found[:6] == tuple(
+            tuple(ids_of(text))
+            for text in ("flag", " flag", "world", " world", "Zürich ist schön", " Zürich ist schön")
+        )
+        assert len(found) == len(set(found))
+
+
 async def test_a_chat_answer_has_text_reason_usage_and_where_it_came_from() -> None:
     response = await post(answering(rounds=(1, 3)), "/v1/chat/completions", CHAT)
     body = response.json()
@@ -344,6 +372,10 @@ async def test_chunks_tell_accepted_drafts_only_when_asked() -> None:
         (CHAT | {"stop_token_ids": [49152]}, 400, "stop_token_ids", "invalid_value"),
         (CHAT | {"allowed_token_ids": [49152]}, 400, "allowed_token_ids", "invalid_value"),
         (CHAT | {"allowed_token_ids": []}, 400, "allowed_token_ids", "invalid_value"),
+        (CHAT | {"bad_words": "x"}, 400, "bad_words", "invalid_value"),
+        (CHAT | {"bad_words": ["x", " "]}, 400, "bad_words", "invalid_value"),
+        (CHAT | {"bad_words": ["x" * 1025]}, 400, "bad_words", "invalid_value"),
+        (CHAT | {"bad_words": [str(i) for i in range(257)]}, 400, "bad_words", "invalid_value"),
         (CHAT | {"stop": [""]}, 400, "stop", "invalid_value"),
         (CHAT | {"stop": list("abcdefghijklmnopq")}, 400, "stop", "invalid_value"),
         (CHAT | {"max_tokens": 500}, 400, "max_tokens", "context_length_exceeded"),

@@ -276,6 +276,7 @@ def test_sampling_fields_are_all_read() -> None:
         "stop_token_ids": [7],
         "ignore_eos": True,
         "allowed_token_ids": [7, 8, 7],
+        "bad_words": ["x", " y", "x"],
         "logit_bias": {"5": -100, "6": 1.5},
     }
     options = read_completion(COMPLETION | body).wishes.options
@@ -289,6 +290,7 @@ def test_sampling_fields_are_all_read() -> None:
     assert (options.stop_token_ids, options.ignore_eos) == ((7,), True)
     assert options.logit_bias == ((5, -100.0), (6, 1.5))
     assert options.allowed_token_ids == (7, 8)
+    assert options.bad_words == ("x", " y")
 
 
 def test_stream_options_need_a_stream() -> None:

@@ -163,6 +163,7 @@ async def test_every_sampling_field_reaches_the_nodes_as_it_was_written() -> Non
         ignore_eos=True,
         logit_bias={5: -1.3},
         allowed_token_ids=[7, 9, 7],
+        bad_words=["Hello"],
     )
     request = pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=[4, 5]), sampling=sampling, priority=2, cache_salt="s"
@@ -176,6 +177,7 @@ async def test_every_sampling_field_reaches_the_nodes_as_it_was_written() -> Non
     assert (got.presence_penalty, got.frequency_penalty, got.repetition_penalty) == (0.1, -0.3, 1.1)
     assert (got.seed, got.min_tokens, got.logprobs, got.stop_token_ids) == (2**64 - 1, 1, 0, (7,))
     assert (got.logit_bias, got.allowed_token_ids) == (((5, -1.3),), (7, 9))
+    assert got.banned_sequences == (tuple(ids_of("Hello")), tuple(ids_of(" Hello")))
 
 
 async def test_defaults_are_those_of_http() -> None:

@@ -44,6 +44,7 @@ sampling = messages(
     logit_bias=st.dictionaries(uint32, floats, max_size=3),
     prompt_logprobs=uint32,
     allowed_token_ids=st.lists(uint32, max_size=3),
+    bad_words=st.lists(st.sampled_from(["a", " b", "", "no way"]), max_size=3),
     include_stop_str_in_output=flags,
     skip_special_tokens=flags,
 )

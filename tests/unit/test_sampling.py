@@ -59,6 +59,32 @@ def test_only_allowed_tokens_are_drawn_whatever_the_bias_and_however_drafted() -
         state_of([0], [], vocab_size=4, allowed_token_ids=(4,))
 
 
+def test_a_banned_sequence_is_not_completed_in_the_answer_or_on_a_path() -> None:
+    row = [1.0] * 6
+    bans = ((5,), (1, 2), (1, 2, 3), (4, 1, 2), (0, 0, 0, 0))
+
+    def forbidden(prompt: list[int], outputs: list[int], path: tuple[int, ...] = ()) -> set[int]:
+        state = state_of(prompt, outputs, vocab_size=6, banned_sequences=bans)
+        return {i for i, score in enumerate(adjusted_row(row, state, path)) if score == -INF}
+
+    assert forbidden([1], []) == {5}, "the prompt does not count"
+    assert forbidden([0], [1]) == forbidden([0], [], (1,)) == forbidden([0], [4], (1,)) == {5, 2}
+    assert forbidden([0], [1, 2]) == forbidden([0], [1], (2,)) == forbidden([0], [], (1, 2)) == {5, 3}
+    assert forbidden([0], [0, 0, 0]) == forbidden([0], [0, 0], (0,)) == {5, 0}
+    assert forbidden([0, 0], [0, 0]) == {5}
+    with pytest.raises(ValueError, match="banned_sequences id 8 is outside"):
+        state_of([0], [], vocab_size=8, banned_sequences=((1, 8),))
+    with pytest.raises(ValueError, match="banned_sequences must be none of them empty"):
+        state_of([0], [], vocab_size=8, banned_sequences=((1, 2), ()))
+
+
+def test_only_rows_where_something_is_banned_are_changed() -> None:
+    state = state_of([0], [3], vocab_size=6, banned_sequences=((1, 2),))
+    assert [state.changes(path) for path in ((), (1,), (1, 2))] == [False, True, False]
+    state.advance([1])
+    assert state.changes(())
+
+
 def test_a_stop_forbidden_and_all_else_not_allowed_leaves_nothing() -> None:
     state = state_of([0], [], vocab_size=4, allowed_token_ids=(2,), stop_token_ids=(2,), min_tokens=1)
     drawn = draw(torch.zeros(1, 4), [Row(state)])
@@ -215,6 +241,7 @@ def test_a_state_advanced_step_by_step_equals_one_built_from_all_tokens() -> Non
         "frequency_penalty": 0.3,
         "presence_penalty": 0.2,
         "repetition_penalty": 1.1,
+        "banned_sequences": tuple(tuple(rng.randrange(300) for _ in range(n % 2 + 1)) for n in range(2000)),
     }
     prompt = [rng.randrange(300) for _ in range(70)]
     outputs: list[int] = []

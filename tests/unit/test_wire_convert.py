@@ -89,6 +89,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         stop_token_ids=draw(token_ids),
         logit_bias=tuple(draw(st.lists(bias, max_size=3))),
         allowed_token_ids=draw(token_ids),
+        banned_sequences=tuple(draw(st.lists(token_ids.filter(bool), max_size=3))),
     )
 
 
