@@ -1,7 +1,7 @@
 """What one forward costs, and how much of it is matrix products: python -m bench.step MODEL [threads].
 
 Prints best-of times in milliseconds for decode, verify and prefill shapes. `products` is the same
-sequence of `F.linear` calls on the same weights with nothing between them: the floor.
+sequence of products with the same weights with nothing between them: the floor.
 """
 
 import sys
@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 
 from engine.batch import ForwardBatch, Span
 from engine.layout import PoolSpec, build_layout
@@ -64,11 +63,11 @@ def _products(model: LlamaModel, num_rows: int, num_wanted: int) -> None:
     attended = torch.zeros(num_rows, config.num_heads * config.head_dim, dtype=model.dtype)
     inner = torch.zeros(num_rows, config.intermediate_size, dtype=model.dtype)
     for layer in model.weights.layers:
-        F.linear(hidden, layer.qkv_FE)
-        F.linear(attended, layer.output_EA)
-        F.linear(hidden, layer.gate_up_GE)
-        F.linear(inner, layer.down_EM)
-    F.linear(hidden[:num_wanted], model.head_VE)
+        layer.qkv(hidden)
+        layer.output(attended)
+        layer.gate_up(hidden)
+        layer.down(inner)
+    model.head(hidden[:num_wanted])
 
 
 def best_ms(run: Callable[[], None]) -> float:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.batch import Span
+from engine.linear import Linear
 from engine.models.config import ModelConfig
 from engine.models.model import Model
 from engine.pool import PagePool
@@ -100,9 +101,9 @@ class EagleNetwork:
         self._rows = rows
         embedding_VE = reader.take_if(names.EMBEDDING, (config.vocab_size, width))
         self._embedding_VE = model.embedding_VE if embedding_VE is None else embedding_VE
-        self._fc_EX = reader.take("fc.weight", (width, 2 * width))
         has_bias = needs_fc_bias or reader.has("fc.bias")
-        self._fc_bias_E = reader.take("fc.bias", (width,)) if has_bias else None
+        bias_E = reader.take("fc.bias", (width,)) if has_bias else None
+        self._fc = Linear(reader.take("fc.weight", (width, 2 * width)), bias_E)
         self._layers = [
             read_layer(reader, f"layers.{index}.", config, has_input_norm=index > 0)
             for index in range(config.num_layers)
@@ -115,7 +116,7 @@ class EagleNetwork:
     def forward(self, spans: Sequence[Span], hidden_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         this = self._rows.start(spans)
         embedded_TE = F.embedding(self._rows.ids(packed_ids(spans)), self._embedding_VE)
-        out_TE = F.linear(torch.cat((embedded_TE, hidden_TE), dim=1), self._fc_EX, self._fc_bias_E)
+        out_TE = self._fc(torch.cat((embedded_TE, hidden_TE), dim=1))
         for index, layer in enumerate(self._layers):
             out_TE = layer.forward(out_TE, this, self._rows.kv(index))
         out_RE = out_TE[self._rows.ids(logit_rows(spans))]
@@ -143,8 +144,8 @@ def _hot_ids(path: str) -> Ids:
 
 def _head(model: Model, hot_ids: Ids | None) -> DraftHead:
     if hot_ids is None:
-        return DraftHead(head_VE=model.head_VE, target_ids_V=None)
+        return DraftHead(head=model.head, target_ids_V=None)
     if hot_ids.max() >= model.config.vocab_size:
         raise ValueError(f"token_map must hold ids below {model.config.vocab_size}, got {hot_ids.max()}")
     rows_V = torch.from_numpy(hot_ids).to(model.device)
-    return DraftHead(head_VE=model.head_VE[rows_V].clone(), target_ids_V=hot_ids)
+    return DraftHead(head=model.head.rows(rows_V), target_ids_V=hot_ids)

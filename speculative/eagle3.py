@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.batch import Span
+from engine.linear import Linear
 from engine.models.config import ModelConfig
 from engine.models.model import Model
 from engine.pool import PagePool
@@ -159,9 +160,9 @@ class Eagle3Network:
 
     def _read_fusion(self, reader: TensorReader, fused_size: int) -> None:
         facts, width = self._facts, self.hidden_size
-        self._fc_EX = reader.take("fc.weight", (width, fused_size))
         has_bias = facts.has_fc_bias or reader.has("fc.bias")
-        self._fc_bias_E = reader.take("fc.bias", (width,)) if has_bias else None
+        bias_E = reader.take("fc.bias", (width,)) if has_bias else None
+        self._fc = Linear(reader.take("fc.weight", (width, fused_size)), bias_E)
         self._fused_norm_X = reader.take("input_norm.weight", (fused_size,)) if facts.norm_before_fc else None
         self._fc_norms = [
             reader.take(f"fc_norm.{index}.weight", (facts.target_hidden_size,))
@@ -177,7 +178,7 @@ class Eagle3Network:
         fused_TX = torch.cat(parts, dim=1)
         if self._fused_norm_X is not None:
             fused_TX = rms_norm(fused_TX, self._fused_norm_X, self._eps)
-        return F.linear(fused_TX, self._fc_EX, self._fc_bias_E)
+        return self._fc(fused_TX)
 
     def forward(self, spans: Sequence[Span], hidden_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         this = self._rows.start(spans)
@@ -205,11 +206,11 @@ def _head(reader: TensorReader, facts: HeadFacts, model: Model) -> DraftHead:
     size = facts.vocab_size or target_vocab
     target_ids = read_target_ids(reader, size=size, target_vocab=target_vocab)
     if reader.has(names.HEAD):
-        head_VE = reader.take(names.HEAD, (size, facts.layers.hidden_size))
+        head = Linear(reader.take(names.HEAD, (size, facts.layers.hidden_size)))
     elif size == target_vocab and target_ids is None:
         check_same(f"hidden_size without {names.HEAD}", facts.layers.hidden_size, model.config.hidden_size)
         shape = (facts.layers.vocab_size, facts.layers.hidden_size)
-        head_VE = read_embedding(reader, shape, model) if facts.layers.tie_embeddings else model.head_VE
+        head = Linear(read_embedding(reader, shape, model)) if facts.layers.tie_embeddings else model.head
     else:
         raise ValueError(f"the draft's checkpoint lacks {names.HEAD}, which draft_vocab_size {size} needs")
-    return DraftHead(head_VE=head_VE, target_ids_V=target_ids)
+    return DraftHead(head=head, target_ids_V=target_ids)

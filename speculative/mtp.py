@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.batch import Span
+from engine.linear import Linear
 from engine.models.config import ModelConfig
 from engine.models.model import Model
 from engine.pool import PagePool
@@ -116,14 +117,14 @@ class MtpModule:
     ) -> None:
         width = config.hidden_size
         self.hidden_size = width
-        self.head = DraftHead(head_VE=model.head_VE, target_ids_V=None)
+        self.head = DraftHead(head=model.head, target_ids_V=None)
         self._model = model
         self._rows = rows
         self._index = index
         self._eps = config.rms_norm_eps
         self._embedding_norm_E = reader.take(f"{index}.embedding_norm", (width,)) + norm_offset
         self._hidden_norm_E = reader.take(f"{index}.hidden_norm", (width,)) + norm_offset
-        self._mix_EX = reader.take(f"{index}.mix", (width, 2 * width))
+        self._mix = Linear(reader.take(f"{index}.mix", (width, 2 * width)))
         self._layer = read_layer(reader, f"{index}.layer.", config, norm_offset=norm_offset)
         self._norm_E = reader.take(f"{index}.norm", (width,)) + norm_offset
 
@@ -150,7 +151,7 @@ class MtpModule:
             ),
             dim=1,
         )
-        return self._layer.forward(F.linear(mixed_TX, self._mix_EX), this, self._rows.kv(self._index))
+        return self._layer.forward(self._mix(mixed_TX), this, self._rows.kv(self._index))
 
     def predict(self, out_RE: torch.Tensor) -> torch.Tensor:
         """Logits of the token after each row of `run`'s output."""

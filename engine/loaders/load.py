@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from engine.attention import TorchAttention
-from engine.loaders.assemble import assemble, fingerprint
+from engine.loaders.assemble import assemble
 from engine.loaders.gguf_file import GgufFile
 from engine.loaders.hf_folder import HfFolder
 from engine.models.config import ModelConfig, UnsupportedModel
@@ -21,7 +21,7 @@ Checkpoint = HfFolder | GgufFile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """`weights_fingerprint` depends on the values only; see `engine.loaders.assemble.fingerprint`."""
+    """`weights_fingerprint` depends on the values only; see `engine.loaders.assemble`."""
 
     model: LlamaModel
     config: ModelConfig
@@ -40,9 +40,9 @@ def load_model(
     torch_dtype = resolve_dtype(dtype, place)
     source = open_checkpoint(Path(checkpoint)) if isinstance(checkpoint, str | Path) else checkpoint
     config = source.config()
-    weights = assemble(source, config, dtype=torch_dtype, device=place)
+    weights, fingerprint = assemble(source, config, dtype=torch_dtype, device=place)
     model = LlamaModel(config, weights, attention=TorchAttention(), pool_name=pool_name)
-    return LoadedModel(model=model, config=config, weights_fingerprint=fingerprint(weights))
+    return LoadedModel(model=model, config=config, weights_fingerprint=fingerprint)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

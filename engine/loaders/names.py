@@ -48,7 +48,7 @@ class Piece:
 
 
 def layer_pieces(config: ModelConfig) -> Mapping[str, tuple[Piece, ...]]:
-    """Field of `LayerWeights` -> the tensors stacked to make it, in order; empty: the field is None."""
+    """Part of a layer -> the tensors stacked to make it, in order; empty: the model has no such part."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     rows = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from engine.attention import AttentionBackend, AttentionPlan
 from engine.batch import ForwardBatch, ForwardOutput, Span
+from engine.linear import Linear
 from engine.models.config import ModelConfig
 from engine.models.rope import RotaryEmbedding, rotate_
 from engine.models.weights import LayerWeights, ModelWeights
@@ -45,8 +46,8 @@ class LlamaModel:
         return self.weights.embedding_VE
 
     @property
-    def head_VE(self) -> torch.Tensor:
-        return self.weights.head_VE
+    def head(self) -> Linear:
+        return self.weights.head
 
     def final_norm(self, hidden_TE: torch.Tensor) -> torch.Tensor:
         config = self.config
@@ -93,7 +94,7 @@ class LlamaModel:
         config = self.config
         num_rotated = config.num_heads + config.num_kv_heads
         x_TE = F.rms_norm(hidden_TE, (config.hidden_size,), layer.input_norm_E, config.rms_norm_eps)
-        qkv_THD = F.linear(x_TE, layer.qkv_FE, layer.qkv_bias_F).view(len(x_TE), -1, config.head_dim)
+        qkv_THD = layer.qkv(x_TE).view(len(x_TE), -1, config.head_dim)
         qk_THD = qkv_THD[:, :num_rotated]
         if layer.qk_norm_HD is not None:
             normed_THD = F.rms_norm(qk_THD, (config.head_dim,), None, config.rms_norm_eps)
@@ -104,14 +105,14 @@ class LlamaModel:
             qkv_THD[:, config.num_heads :].unflatten(1, (2, config.num_kv_heads)),
             kv_P2SHD,
         )
-        hidden_TE.add_(F.linear(attended_TA, layer.output_EA, layer.output_bias_E))
+        hidden_TE.add_(layer.output(attended_TA))
 
     def _mlp_block(self, hidden_TE: torch.Tensor, layer: LayerWeights) -> None:
         """hidden += down(silu(gate(norm(hidden))) * up(norm(hidden)))"""
         config = self.config
         x_TE = F.rms_norm(hidden_TE, (config.hidden_size,), layer.post_norm_E, config.rms_norm_eps)
-        gate_TM, up_TM = F.linear(x_TE, layer.gate_up_GE).chunk(2, dim=1)
-        hidden_TE.add_(F.linear(F.silu(gate_TM).mul_(up_TM), layer.down_EM))
+        gate_TM, up_TM = layer.gate_up(x_TE).chunk(2, dim=1)
+        hidden_TE.add_(layer.down(F.silu(gate_TM).mul_(up_TM)))
 
     def _logits(self, hidden_TE: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
         rows: list[int] = []
@@ -122,7 +123,7 @@ class LlamaModel:
         if not rows:
             return torch.empty(0, self.config.vocab_size, dtype=torch.float32, device=self.device)
         wanted_RE = hidden_TE if len(rows) == start else hidden_TE[torch.tensor(rows, device=self.device)]
-        return F.linear(self.final_norm(wanted_RE), self.weights.head_VE).float()
+        return self.weights.head(self.final_norm(wanted_RE)).float()
 
 
 def _packed(parts: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:

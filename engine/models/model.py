@@ -5,6 +5,7 @@ from typing import Protocol
 import torch
 
 from engine.batch import ForwardBatch, ForwardOutput
+from engine.linear import Linear
 from engine.models.config import ModelConfig
 from engine.pool import PagePool
 
@@ -25,7 +26,7 @@ class Model(Protocol):
     def embedding_VE(self) -> torch.Tensor: ...
 
     @property
-    def head_VE(self) -> torch.Tensor: ...
+    def head(self) -> Linear: ...
 
     def final_norm(self, hidden_TE: torch.Tensor) -> torch.Tensor:
         """What the head reads, of rows of the last hidden layer; new memory."""

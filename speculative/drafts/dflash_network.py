@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.batch import Span
+from engine.linear import Linear
 from engine.models.config import ModelConfig
 from engine.models.model import Model
 from engine.models.rope import RotaryEmbedding, rotate_
@@ -58,9 +59,10 @@ class DflashNetwork:
         self._pool = pool
         self._embedding_VE = read_embedding(reader, (config.vocab_size, width), model)
         self._mask_E = reader.take_if(MASK_EMBEDDING, (width,))
-        self._fc_EX = reader.take("fc.weight", (width, len(facts.layer_ids) * facts.target_hidden_size))
+        self._fc = Linear(reader.take("fc.weight", (width, len(facts.layer_ids) * facts.target_hidden_size)))
         self._hidden_norm_E = reader.take("hidden_norm.weight", (width,))
         self._layers = [read_layer(reader, f"layers.{index}.", config) for index in range(config.num_layers)]
+        self._kv_products = [layer.qkv.rows(_kv_rows(config)) for layer in self._layers]
         self._norm_E = reader.take("norm.weight", (width,))
         self.head = _head(reader, facts, model)
         self._views = facts.views
@@ -85,13 +87,16 @@ class DflashNetwork:
 
     def context(self, features_TX: torch.Tensor) -> torch.Tensor:
         """What every layer projects its context KV from, `[T, E]`."""
-        return rms_norm(F.linear(features_TX, self._fc_EX), self._hidden_norm_E, self._config.rms_norm_eps)
+        return rms_norm(self._fc(features_TX), self._hidden_norm_E, self._config.rms_norm_eps)
 
     def context_kv(self, features_TX: torch.Tensor, positions: Sequence[int]) -> list[torch.Tensor]:
         """K and V of context tokens in each layer, `[T, 2, K, D]`."""
         context_TE = self.context(features_TX)
         rotation = self._rope.rows(self._ids(positions))
-        return [_context_kv(layer, context_TE, rotation) for layer in self._layers]
+        return [
+            _context_kv(layer, product(context_TE), rotation)
+            for layer, product in zip(self._layers, self._kv_products, strict=True)
+        ]
 
     def write_context(
         self, features_TX: torch.Tensor, positions: Sequence[int], slots: Sequence[int]
@@ -132,15 +137,17 @@ class DflashNetwork:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
 
+def _kv_rows(config: ModelConfig) -> slice:
+    """The rows of `DraftLayer.qkv` that make K and V."""
+    return slice(config.num_heads * config.head_dim, None)
+
+
 def _context_kv(
-    layer: DraftLayer, context_TE: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]
+    layer: DraftLayer, kv_TF: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
-    """The layer's own K and V projections, without its input norm."""
+    """K, normalised and rotated as in the layer, and V, of projections without the layer's input norm."""
     config = layer.config
-    num_q_rows = config.num_heads * config.head_dim
-    bias_F = None if layer.qkv_bias_F is None else layer.qkv_bias_F[num_q_rows:]
-    kv_TF = F.linear(context_TE, layer.qkv_FX[num_q_rows:], bias_F)
-    kv_T2KD = kv_TF.view(len(context_TE), 2, config.num_kv_heads, config.head_dim)
+    kv_T2KD = kv_TF.view(len(kv_TF), 2, config.num_kv_heads, config.head_dim)
     k_TKD = kv_T2KD[:, 0]
     if layer.qk_norm_HD is not None:
         normed_TKD = F.rms_norm(k_TKD, (config.head_dim,), None, config.rms_norm_eps)
@@ -155,9 +162,9 @@ def _head(reader: TensorReader, facts: DflashFacts, model: Model) -> DraftHead:
     target_ids = read_target_ids(reader, size=facts.vocab_size or target_vocab, target_vocab=target_vocab)
     size = target_vocab if target_ids is None else len(target_ids)
     if reader.has(names.HEAD) or target_ids is not None:
-        return DraftHead(head_VE=reader.take(names.HEAD, (size, width)), target_ids_V=target_ids)
+        return DraftHead(head=Linear(reader.take(names.HEAD, (size, width))), target_ids_V=target_ids)
     check_same(f"hidden_size without {names.HEAD}", width, model.config.hidden_size)
-    return DraftHead(head_VE=model.head_VE, target_ids_V=None)
+    return DraftHead(head=model.head, target_ids_V=None)
 
 
 def check_target(facts: DflashFacts, model: Model) -> None:

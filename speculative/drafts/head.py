@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 
+from engine.linear import Linear
 from engine.models.model import Model
 from speculative.drafts import names
 from speculative.drafts.config import check_same
@@ -25,15 +25,15 @@ Ids = npt.NDArray[np.int64]
 class DraftHead:
     """`target_ids_V`: the target's id of each draft id, or None where they are the same."""
 
-    head_VE: torch.Tensor
+    head: Linear
     target_ids_V: Ids | None
 
     @property
     def vocab_size(self) -> int:
-        return self.head_VE.shape[0]
+        return self.head.num_outputs
 
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
-        return F.linear(hidden_RE, self.head_VE).float()
+        return self.head(hidden_RE).float()
 
     def to_target(self, draft_ids: Ids) -> Ids:
         return draft_ids if self.target_ids_V is None else self.target_ids_V[draft_ids]

@@ -3,8 +3,8 @@
 Owns the layer's arithmetic and the reading of its tensors. Must never know what is fed to it or what
 becomes of its output.
 
-Shapes: `T` packed rows, `H` heads, `D` head dim, `E` hidden width, `X` width of the attention's input;
-the rest as in `engine.models.weights`.
+Shapes: `T` packed rows, `H` heads, `D` head dim, `E` hidden width, `M` intermediate width, `X` width of the
+attention's input, `A` of its output.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from engine.attention import AttentionPlan, TorchAttention
 from engine.batch import Span
 from engine.layout import PoolSpec
+from engine.linear import Linear
 from engine.models.config import ModelConfig
 from engine.models.rope import RotaryEmbedding, rotate_
 from engine.pool import PagePool
@@ -100,21 +101,19 @@ class DraftLayer:
     """One decoder layer. `input_norm_E` None: what the attention reads is its caller's affair."""
 
     config: ModelConfig
-    qkv_FX: torch.Tensor
-    qkv_bias_F: torch.Tensor | None
+    qkv: Linear
     qk_norm_HD: torch.Tensor | None
-    output_EA: torch.Tensor
-    output_bias_E: torch.Tensor | None
+    output: Linear
     post_norm_E: torch.Tensor
-    gate_up_GE: torch.Tensor
-    down_EM: torch.Tensor
+    gate_up: Linear
+    down: Linear
     input_norm_E: torch.Tensor | None = None
 
     def attention(self, x_TX: torch.Tensor, this: DraftPass, kv_P2SHD: torch.Tensor) -> torch.Tensor:
         """Write the rows' K and V, attend: `[T, E]`, new memory."""
         config = self.config
         num_rotated = config.num_heads + config.num_kv_heads
-        qkv_THD = F.linear(x_TX, self.qkv_FX, self.qkv_bias_F).view(len(x_TX), -1, config.head_dim)
+        qkv_THD = self.qkv(x_TX).view(len(x_TX), -1, config.head_dim)
         qk_THD = qkv_THD[:, :num_rotated]
         if self.qk_norm_HD is not None:
             normed_THD = F.rms_norm(qk_THD, (config.head_dim,), None, config.rms_norm_eps)
@@ -125,13 +124,13 @@ class DraftLayer:
             qkv_THD[:, config.num_heads :].unflatten(1, (2, config.num_kv_heads)),
             kv_P2SHD,
         )
-        return F.linear(attended_TA, self.output_EA, self.output_bias_E)
+        return self.output(attended_TA)
 
     def mlp(self, hidden_TE: torch.Tensor) -> torch.Tensor:
         """The gated MLP of the normalised rows, new memory."""
         x_TE = rms_norm(hidden_TE, self.post_norm_E, self.config.rms_norm_eps)
-        gate_TM, up_TM = F.linear(x_TE, self.gate_up_GE).chunk(2, dim=1)
-        return F.linear(F.silu(gate_TM).mul_(up_TM), self.down_EM)
+        gate_TM, up_TM = self.gate_up(x_TE).chunk(2, dim=1)
+        return self.down(F.silu(gate_TM).mul_(up_TM))
 
     def forward(self, hidden_TE: torch.Tensor, this: DraftPass, kv_P2SHD: torch.Tensor) -> torch.Tensor:
         """An ordinary decoder layer, new memory; without an input norm the attention reads the rows as
@@ -168,18 +167,24 @@ def read_layer(
     width = input_size or hidden
     return DraftLayer(
         config=config,
-        qkv_FX=torch.cat(
-            [reader.take(f"{attention}{name}.weight", (rows, width)) for name, rows in num_rows.items()]
+        qkv=Linear(
+            torch.cat(
+                [reader.take(f"{attention}{name}.weight", (rows, width)) for name, rows in num_rows.items()]
+            ),
+            _qkv_bias(reader, attention, num_rows, config),
         ),
-        qkv_bias_F=_qkv_bias(reader, attention, num_rows, config),
         qk_norm_HD=_qk_norm(reader, attention, config, norm_offset),
-        output_EA=reader.take(f"{attention}o_proj.weight", (hidden, num_rows["q_proj"])),
-        output_bias_E=_output_bias(reader, f"{attention}o_proj.bias", config),
-        post_norm_E=reader.take(f"{prefix}post_attention_layernorm.weight", (hidden,)) + norm_offset,
-        gate_up_GE=torch.cat(
-            [reader.take(f"{mlp}{name}.weight", (inner, hidden)) for name in ("gate_proj", "up_proj")]
+        output=Linear(
+            reader.take(f"{attention}o_proj.weight", (hidden, num_rows["q_proj"])),
+            _output_bias(reader, f"{attention}o_proj.bias", config),
         ),
-        down_EM=reader.take(f"{mlp}down_proj.weight", (hidden, inner)),
+        post_norm_E=reader.take(f"{prefix}post_attention_layernorm.weight", (hidden,)) + norm_offset,
+        gate_up=Linear(
+            torch.cat(
+                [reader.take(f"{mlp}{name}.weight", (inner, hidden)) for name in ("gate_proj", "up_proj")]
+            )
+        ),
+        down=Linear(reader.take(f"{mlp}down_proj.weight", (hidden, inner))),
         input_norm_E=reader.take(f"{prefix}input_layernorm.weight", (hidden,)) + norm_offset
         if has_input_norm
         else None,

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine.batch import ForwardBatch, ForwardOutput
+from engine.linear import Linear
 from engine.models.config import ModelConfig
 from engine.models.model import Model
 from engine.pool import PagePool
@@ -44,8 +45,8 @@ class SpoiltModel:
         return self._model.embedding_VE
 
     @property
-    def head_VE(self) -> torch.Tensor:
-        return self._model.head_VE
+    def head(self) -> Linear:
+        return self._model.head
 
     def final_norm(self, hidden_TE: torch.Tensor) -> torch.Tensor:
         return self._model.final_norm(hidden_TE)

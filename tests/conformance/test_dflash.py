@@ -19,6 +19,7 @@ from engine.attention import TorchAttention
 from engine.batch import ForwardBatch, Span
 from engine.kv_cache import KvCache
 from engine.layout import PoolSpec, build_layout
+from engine.linear import Linear
 from engine.loaders import load_model
 from engine.models.llama import LlamaModel
 from engine.models.weights import LayerWeights
@@ -258,8 +259,16 @@ TRACES = Path(__file__).resolve().parents[1] / "data" / "traces_dflash.json"
 
 
 def in_float32(layer: LayerWeights) -> LayerWeights:
-    tensors: dict[str, Any] = {field.name: layer.__getattribute__(field.name) for field in fields(layer)}
-    return replace(layer, **{name: tensor.float() for name, tensor in tensors.items() if tensor is not None})
+    values: dict[str, Any] = {field.name: layer.__getattribute__(field.name) for field in fields(layer)}
+    widened = {name: wider(value) for name, value in values.items() if value is not None}
+    return replace(layer, **widened)
+
+
+def wider(value: Any) -> Any:
+    """A tensor or a product in float32."""
+    if isinstance(value, torch.Tensor):
+        return value.float()
+    return Linear(value.weight_OI().float(), None if value.bias_O is None else value.bias_O.float())
 
 
 @cache
@@ -267,13 +276,13 @@ def smollm2_float32() -> LlamaModel:
     """The GGUF's values rounded to bfloat16, computed in float32."""
     loaded = load_model(smollm2_gguf(), dtype="bfloat16", device="cpu")
     weights = loaded.model.weights
-    assert weights.head_VE is weights.embedding_VE
+    assert torch.equal(weights.head.weight_OI(), weights.embedding_VE)
     embedding_VE = weights.embedding_VE.float()
     return LlamaModel(
         loaded.config,
         type(weights)(
             embedding_VE=embedding_VE,
-            head_VE=embedding_VE,
+            head=Linear(embedding_VE),
             final_norm_E=weights.final_norm_E.float(),
             layers=tuple(in_float32(layer) for layer in weights.layers),
         ),

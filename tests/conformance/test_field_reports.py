@@ -216,7 +216,7 @@ def test_s10_1_and_5_a_good_draft_and_one_with_base_names_accept_alike() -> None
 def test_s10_2_without_a_head_the_targets_is_borrowed() -> None:
     tensors = eagle3_tensors(vocab=VOCAB_SIZE)
     config = eagle3_config(draft_vocab_size=VOCAB_SIZE)
-    tensors["lm_head.weight"] = target().head_VE.clone()
+    tensors["lm_head.weight"] = target().head.weight_OI()
     filled = save_draft(new_folder("filled"), config, tensors)
     del tensors["lm_head.weight"]
     assert rounds_with(save_draft(new_folder("headless"), config, tensors)) == rounds_with(filled)

@@ -12,6 +12,7 @@ import torch
 from engine.attention_mask import SpanMask, visible
 from engine.batch import ForwardBatch, ForwardOutput, Span
 from engine.layout import PoolSpec, build_layout
+from engine.linear import Linear
 from engine.models.config import ModelConfig
 from engine.pool import PagePool
 from speculative.accept import Acceptance, walk
@@ -55,7 +56,7 @@ class GoldenTarget:
 
     def __init__(self, embedding_VE: torch.Tensor, head_VE: torch.Tensor) -> None:
         self.embedding_VE = embedding_VE
-        self.head_VE = head_VE
+        self.head = Linear(head_VE)
         self.dtype = torch.float32
         self.device = torch.device("cpu")
         self.config: ModelConfig = replace(

@@ -167,7 +167,7 @@ def test_best_candidates_are_probabilities_in_order_and_never_above_one() -> Non
 
 def test_without_a_head_the_target_s_is_borrowed(tmp_path: Path) -> None:
     tensors = eagle3_tensors(vocab=VOCAB_SIZE)
-    tensors["lm_head.weight"] = target().head_VE.clone()
+    tensors["lm_head.weight"] = target().head.weight_OI()
     filled = save_draft(tmp_path / "filled", eagle3_config(**FULL_VOCAB), tensors)
     del tensors["lm_head.weight"]
     lacking = save_draft(tmp_path / "lacking", eagle3_config(**FULL_VOCAB), tensors)
@@ -181,7 +181,7 @@ def test_a_tied_head_is_the_draft_s_own_embedding(tmp_path: Path) -> None:
     folder = save_draft(tmp_path / "tied", eagle3_config(**FULL_VOCAB, tie_word_embeddings=True), tensors)
     proposer = bound("eagle3", folder)
     assert isinstance(proposer, RecurrentProposer)
-    assert torch.equal(proposer._network.head.head_VE, tensors["embed_tokens.weight"])
+    assert torch.equal(proposer._network.head.head.weight_OI(), tensors["embed_tokens.weight"])
 
 
 def test_an_own_embedding_is_used(tmp_path: Path) -> None:

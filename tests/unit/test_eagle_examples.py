@@ -45,7 +45,7 @@ class ScriptedModel:
         self.batches: list[ForwardBatch] = []
         like = tiny_model().model
         self.config: ModelConfig = like.config
-        self.embedding_VE, self.head_VE = like.embedding_VE, like.head_VE
+        self.embedding_VE, self.head = like.embedding_VE, like.head
         self.dtype, self.device = like.dtype, like.device
 
     def final_norm(self, hidden_TE: torch.Tensor) -> torch.Tensor:
