@@ -25,6 +25,10 @@ from wire.records import NodeRecord
 from wire.work import SamplingParams, TransferId
 
 
+_CANARY_PRIORITY = -(2**31)
+"""Before all users' work: a node that comes back to busy peers would else wait for its turn in vain."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairConfig:
     """`with_prefill`: pairs of two nodes; `with_local`: decode nodes that do the prompt themselves.
@@ -243,6 +247,7 @@ class PairBook:
         request = GenerateRequest(
             prompt_ids=tuple(i % vocab_size for i in range(1, self._config.canary_prompt_tokens + 1)),
             sampling=SamplingParams(seed=0, max_tokens=2, temperature=0.0),
+            priority=_CANARY_PRIORITY,
             cache_salt=request_id,
         )
         attempt = Attempt(

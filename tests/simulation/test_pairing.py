@@ -5,7 +5,15 @@ import asyncio
 import pytest
 
 from tests.simulation.cluster import SimCluster, SimConfig, running_cluster
-from tests.simulation.test_cluster import assert_whole, attempts, consume_all, mixed, simulate, stream
+from tests.simulation.test_cluster import (
+    assert_whole,
+    attempts,
+    consume_all,
+    consume_during,
+    mixed,
+    simulate,
+    stream,
+)
 from tests.simulation.virtual_loop import run_virtual
 
 
@@ -42,6 +50,22 @@ def test_a_prefill_node_that_computes_slowly_is_waited_for(checksums: bool) -> N
 
     config = SimConfig(step_s=15.0, checksums=checksums, engine={"P": {"chunk_tokens": 16}})
     simulate(config, scenario, num_pairs=1)
+
+
+def test_a_node_that_comes_back_is_put_to_use_while_others_have_minutes_of_work() -> None:
+    async def scenario(cluster: SimCluster) -> None:
+        streams = [stream(160, variant=number, max_tokens=2) for number in range(12)]
+
+        async def incident() -> None:
+            await asyncio.sleep(5.0)
+            cluster.start("D1")
+            await cluster.until_ready(2)
+            assert asyncio.get_running_loop().time() < 30.0
+
+        await consume_during(cluster, streams, incident())
+
+    engine = {"P": {"chunk_tokens": 16, "num_pages": 600}, "D": {"num_pages": 600, "reserve_tokens": 2}}
+    simulate(SimConfig(step_s=1.0, engine=engine), scenario, num_pairs=1)
 
 
 def test_prompts_that_wait_long_for_their_turn_on_the_prefill_node_are_waited_for() -> None:

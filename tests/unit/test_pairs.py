@@ -217,6 +217,7 @@ async def test_refused_requests_full_nodes_and_cancels_do_not_count_as_faults() 
 
 
 WANTED_OR_LOAD = ("cancelled", "duplicate", "peer_cancelled", "queue_timeout", "overloaded", "deadline")
+OF_THE_REQUEST = ("bad_logits",)
 
 
 @pytest.mark.parametrize("code", sorted(errors.CODES))
@@ -233,7 +234,7 @@ async def test_only_what_speaks_against_the_nodes_trips_the_breaker_and_its_cana
         num_canaries = len(made["d1"].canaries)
         if code == "incompatible":
             assert made.states() == {("p1", "d1"): "refused"}
-        elif code in WANTED_OR_LOAD:
+        elif code in (*WANTED_OR_LOAD, *OF_THE_REQUEST):
             assert num_canaries == 1
         else:
             assert num_canaries == 2  # it proved itself again, without a restart
