@@ -24,7 +24,6 @@ from router.stats import RouterStats
 from wire.records import NodeRecord
 from wire.work import SamplingParams, TransferId
 
-
 _CANARY_PRIORITY = -(2**31)
 """Before all users' work: a node that comes back to busy peers would else wait for its turn in vain."""
 
