@@ -1,9 +1,13 @@
-"""What both kinds of node configuration have in common: the rules their values obey.
+"""The settings that both kinds of node have: one field = one flag = one environment variable = one key.
 
-Owns no defaults and reads nothing: each root's `config.py` has its own fields. Must never import torch.
+Owns their meanings and the rules they obey; each root's `config.py` says what is its own. Must never import
+torch.
 """
 
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
 
 from wire.monitoring import NodeMonitoring
 from wire.security import ClusterSecurity
@@ -12,61 +16,87 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 TransportName = Literal["auto", "nixl", "grpc"]
 
 
-class NodeConfig(Protocol):
-    """The settings that wiring shared by both roles may read."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeConfig:
+    """Every instance is valid: bad values raise ValueError naming the field."""
 
-    @property
-    def model(self) -> str: ...
-    @property
-    def served_model_name(self) -> str: ...
-    @property
-    def host(self) -> str: ...
-    @property
-    def port(self) -> int: ...
-    @property
-    def advertise(self) -> str: ...
-    @property
-    def registry(self) -> str: ...
-    @property
-    def device(self) -> str: ...
-    @property
-    def dtype(self) -> DType: ...
-    @property
-    def page_size(self) -> int: ...
-    @property
-    def num_pages(self) -> int: ...
-    @property
-    def kv_memory_mib(self) -> int: ...
-    @property
-    def max_model_len(self) -> int: ...
-    @property
-    def chunk_tokens(self) -> int: ...
-    @property
-    def max_running(self) -> int: ...
-    @property
-    def max_waiting(self) -> int: ...
-    @property
-    def transport(self) -> TransportName: ...
-    @property
-    def checksums(self) -> bool: ...
-    @property
-    def algorithm(self) -> str: ...
-    @property
-    def draft(self) -> str: ...
-    @property
-    def draft_options(self) -> str: ...
-    @property
-    def threads(self) -> int: ...
-    @property
-    def drain_timeout_s(self) -> float: ...
-    @property
-    def security(self) -> ClusterSecurity: ...
-    @property
-    def monitoring(self) -> NodeMonitoring: ...
+    model: str
+    """Hugging Face folder (config.json and safetensors) or .gguf file. Required."""
+
+    served_model_name: str = ""
+    """Name the router offers the model under; empty: the name of the folder or file."""
+
+    host: str = "127.0.0.1"
+    """Address the gRPC server listens on; 0.0.0.0 for all."""
+
+    port: int
+    """Port of the gRPC server; 0 takes a free one."""
+
+    advertise: str = ""
+    """host or host:port others reach this node at; empty: derived from host and port."""
+
+    registry: str = "redis://127.0.0.1:6379/0"
+    """URL of the registry, a Redis or Valkey server."""
+
+    device: str = "auto"
+    """auto (CUDA where there is one), cpu, cuda or cuda:N."""
+
+    dtype: DType = "auto"
+    """Type of weights and activations; auto: bfloat16 where the device has it, else float32."""
+
+    page_size: int = 16
+    """Tokens per KV page. Must be equal on both nodes of a pair."""
+
+    num_pages: int = 0
+    """Pages in the KV pool; 0: as many as fit into kv_memory_mib."""
+
+    kv_memory_mib: int = 512
+    """Memory for the KV pool in MiB, when num_pages is 0."""
+
+    max_model_len: int = 0
+    """Longest prompt plus output in tokens; 0: what the model was made for."""
+
+    chunk_tokens: int = 256
+    """Most prompt tokens one step computes; finished pages leave after every chunk."""
+
+    max_running: int
+    """Most requests in the running batch."""
+
+    max_waiting: int = 256
+    """Most requests waiting; more are rejected and the router tries elsewhere."""
+
+    transport: TransportName = "auto"
+    """How KV pages move: nixl, grpc, or auto (nixl where both nodes have it)."""
+
+    checksums: bool = False
+    """Check every received page against the sender's checksum."""
+
+    algorithm: str
+    """Drafting algorithm; "none" for none. Must be equal on both nodes of a pair."""
+
+    draft: str = ""
+    """Folder of the draft model, for the algorithms that have one. Must be equal on both nodes of a pair."""
+
+    draft_options: str = ""
+    """Settings of the algorithm, such as "num_steps=4,topk=4"; a name it does not have is refused."""
+
+    threads: int = 0
+    """Threads of the engine; 0: chosen from the cores available."""
+
+    drain_timeout_s: float = 30.0
+    """Seconds a node that was told to stop may go on with what it runs."""
+
+    security: Annotated[ClusterSecurity, Parameter(name="*")] = ClusterSecurity()
+    """Whom the node trusts."""
+
+    monitoring: Annotated[NodeMonitoring, Parameter(name="*")] = NodeMonitoring()
+    """How the node can be watched."""
+
+    def __post_init__(self) -> None:
+        _check(self)
 
 
-def check_node_config(config: NodeConfig) -> None:
-    """Raise ValueError naming the first field that is out of range, and its value."""
+def _check(config: NodeConfig) -> None:
     _require("model", config.model, bool(config.model), "a folder or a .gguf file")
     _require("port", config.port, 0 <= config.port < 65536, "in [0, 65535]")
     _require("registry", config.registry, "://" in config.registry, "a URL such as redis://host:6379/0")
