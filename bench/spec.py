@@ -23,8 +23,9 @@ from engine.params import SamplingParams
 from engine.request import Request
 from router.text.model_text import ModelText
 from speculative.budgets.budget import BUDGET_OPTIONS
-from speculative.build import BuiltEngine, EngineSettings, build_engine
+from speculative.build import BuiltEngine, build_engine
 from speculative.progress import Progress
+from speculative.settings import EngineSettings
 from wire.node_config import draft_options
 
 WARM_UP = "Say hello to the riders of the club."

@@ -7,9 +7,10 @@ from decode_node.loop import DecodeLoop
 from engine.thread import in_passing_thread
 from kv_transfer.checksums import checksums_of_copies
 from kv_transfer.decode_side import DecodeTransfers
-from speculative.build import BuiltEngine, EngineSettings, build_engine
-from wire.node_app import CoreParts, Role, facts_of, serve_node
-from wire.node_config import draft_options
+from speculative.build import BuiltEngine, build_engine
+from speculative.settings import EngineSettings
+from wire.node_app import CoreParts, Role, serve_node
+from wire.node_facts import engine_settings, facts_of
 
 
 async def run(config: DecodeConfig) -> None:
@@ -29,21 +30,9 @@ async def run(config: DecodeConfig) -> None:
 
 
 def settings_of(config: DecodeConfig) -> EngineSettings:
-    return EngineSettings(
-        model=config.model,
-        device=config.device,
-        dtype=config.dtype,
-        page_size=config.page_size,
-        num_pages=config.num_pages,
-        kv_memory_mib=config.kv_memory_mib,
-        max_model_len=config.max_model_len,
-        chunk_tokens=config.chunk_tokens,
-        max_running=config.max_running,
+    return engine_settings(
+        config,
         reserve_tokens=config.letting_in.reserve_tokens,
-        algorithm=config.algorithm,
-        draft=config.draft,
-        draft_options=draft_options(config.draft_options),
-        threads=config.threads,
         is_prefill_only=False,
     )
 

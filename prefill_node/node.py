@@ -7,9 +7,10 @@ from kv_transfer.checksums import checksums_of_copies
 from kv_transfer.prefill_side import PrefillTransfers
 from prefill_node.config import PrefillConfig
 from prefill_node.loop import PrefillLoop
-from speculative.build import BuiltEngine, EngineSettings, build_engine
-from wire.node_app import CoreParts, Role, facts_of, serve_node
-from wire.node_config import draft_options
+from speculative.build import BuiltEngine, build_engine
+from speculative.settings import EngineSettings
+from wire.node_app import CoreParts, Role, serve_node
+from wire.node_facts import engine_settings, facts_of
 
 
 async def run(config: PrefillConfig) -> None:
@@ -23,21 +24,9 @@ async def run(config: PrefillConfig) -> None:
 
 
 def settings_of(config: PrefillConfig) -> EngineSettings:
-    return EngineSettings(
-        model=config.model,
-        device=config.device,
-        dtype=config.dtype,
-        page_size=config.page_size,
-        num_pages=config.num_pages,
-        kv_memory_mib=config.kv_memory_mib,
-        max_model_len=config.max_model_len,
-        chunk_tokens=config.chunk_tokens,
-        max_running=config.max_running,
+    return engine_settings(
+        config,
         reserve_tokens=0,  # nothing grows here: a request leaves with its first token
-        algorithm=config.algorithm,
-        draft=config.draft,
-        draft_options=draft_options(config.draft_options),
-        threads=config.threads,
         is_prefill_only=True,
     )
 

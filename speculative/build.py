@@ -7,7 +7,7 @@ network or which algorithm it builds.
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,37 +30,12 @@ from speculative.null import NullConfig, NullProposer
 from speculative.policy import OPTIONS, DraftPolicy, policy_of, prepare
 from speculative.proposer import DraftNeeds, Proposer
 from speculative.registry import create_proposer, options_of
+from speculative.settings import EngineSettings
 
 _GRAMMAR_THREADS = 2
 _MASK_THREADS = 4
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings:
-    """What an engine is built from; the node configurations say what each value means.
-
-    draft: path of the draft model, for the algorithms that have one.
-    draft_options: the algorithm's own settings, and the `OPTIONS` of `speculative.policy`.
-    is_prefill_only: the engine never drafts, so an algorithm that needs nothing of the prompt is not built.
-    """
-
-    model: str
-    device: str
-    dtype: str
-    page_size: int
-    num_pages: int
-    kv_memory_mib: int
-    max_model_len: int
-    chunk_tokens: int
-    max_running: int
-    reserve_tokens: int
-    algorithm: str
-    draft: str
-    draft_options: Mapping[str, object]
-    threads: int
-    is_prefill_only: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,12 +14,12 @@ from engine.params import SamplingParams
 from engine.pool import PagePool
 from engine.request import Request
 from engine.scheduler import SchedulerLimits
-from speculative.build import EngineSettings
 from speculative.loop import EngineLoop
 from speculative.null import NullConfig, NullProposer
 from speculative.policy import DraftPolicy, prepare
 from speculative.progress import Progress
 from speculative.proposer import Proposer
+from speculative.settings import EngineSettings
 from tests.scratch import new_folder
 from tests.tiny_models import save_tiny
 

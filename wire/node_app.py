@@ -7,28 +7,23 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import grpc
 
-from engine.admission import EngineLimits
-from engine.facts import EngineFacts
-from engine.layout import KvLayout
 from engine.thread import StepThread
 from kv_transfer.ids import Incarnation, TransferId, new_incarnation
-from kv_transfer.messages import Hello, SemanticIdentity, TransportOffer
 from kv_transfer.peers import PeerTable
-from kv_transfer.transport import PoolMemory
 from kv_transfer.transports.registry import AUTO, BACKENDS, Built, Setup, build, choose, unusable
 from wire.grpc_client import GrpcConnector
 from wire.grpc_server import GrpcServer
 from wire.host import HostConfig, NodeHost
 from wire.host_events import NodeCore
 from wire.intake import Intake
-from wire.node_config import NodeConfig, advertised_address, advertised_metrics
+from wire.node_config import NodeConfig, advertised_address
+from wire.node_facts import NodeFacts, hello_of, record_of
 from wire.node_spans import NodeSpans
 from wire.node_watch import NodeWatch
 from wire.peering import PeerSearch
@@ -45,19 +40,6 @@ MayWrite = Callable[[Incarnation, TransferId, tuple[int, ...]], bool]
 
 class EngineCrashed(RuntimeError):
     """The core raised: a node that cannot step is dead, and its process ends."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeFacts:
-    """What a role knows once its engine stands."""
-
-    role: str
-    model_name: str
-    identity: SemanticIdentity
-    layout: KvLayout
-    memory: PoolMemory
-    limits: EngineLimits
-    eos_token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,39 +71,6 @@ class _Doors:
     spans: NodeSpans | None
 
 
-def facts_of(role: str, config: NodeConfig, engine: EngineFacts) -> NodeFacts:
-    """What peers, routers and the registry are told about an engine."""
-    name = config.served_model_name or Path(config.model).stem
-    return NodeFacts(
-        role=role,
-        model_name=name,
-        identity=SemanticIdentity(
-            model=name,
-            revision="",
-            weights=engine.weights_fingerprint,
-            dtype=engine.dtype,
-            tokenizer=f"{engine.vocab_size} ids, end {engine.eos_token_ids}",
-            draft=engine.draft,
-            draft_weights=engine.draft_weights,
-            algorithm=engine.prefill_identity,
-        ),
-        layout=engine.layout,
-        memory=PoolMemory(
-            address=engine.address,
-            page_bytes=engine.layout.page_bytes,
-            num_pages=engine.num_pages,
-            buffer=engine.buffer,
-        ),
-        limits=EngineLimits(
-            max_model_len=engine.max_model_len,
-            vocab_size=engine.vocab_size,
-            num_pages=engine.num_pages,
-            page_size=engine.layout.page_size,
-        ),
-        eos_token_ids=engine.eos_token_ids,
-    )
-
-
 async def serve_node(config: NodeConfig, facts: NodeFacts, role: Role) -> None:
     """Run until SIGTERM or SIGINT, then drain and return. Raises EngineCrashed when the core died."""
     trust = Trust(config.security)
@@ -143,11 +92,22 @@ async def serve_node(config: NodeConfig, facts: NodeFacts, role: Role) -> None:
         built.transport.register(facts.memory)
         built.attach(asyncio.get_running_loop())
         server.add_handlers(_handlers(built))
-    peers = _peers(incarnation, config, facts, role=role, transports=transports)
+    names = tuple(built.transport.name for built in transports)
+    peers = PeerTable(
+        ours=hello_of(incarnation, config, facts, transports=names, allow_seedless=role.allow_seedless),
+        transports={built.transport.name: built.transport for built in transports},
+        is_decode=role.may_write is not None,
+    )
     intake = Intake(limits=facts.limits, max_waiting=config.max_waiting)
     core = role.build_core(CoreParts(peers=peers, intake=intake, clock=time.monotonic))
-    names = tuple(built.transport.name for built in transports)
-    record = _record(incarnation, address, facts, transports=names, metrics_port=watch.port)
+    record = record_of(
+        incarnation,
+        address,
+        facts,
+        transports=names,
+        metrics_port=watch.port,
+        started_at=time.time(),
+    )
     spans = _spans(config, record)
     doors = _Doors(server=server, watch=watch, trust=trust, spans=spans)
     try:
@@ -236,46 +196,3 @@ def _handlers(built: Built) -> "tuple[grpc.GenericRpcHandler[Any, Any], ...]":
     handlers = built.rpc_handlers
     assert all(isinstance(handler, grpc.GenericRpcHandler) for handler in handlers)
     return tuple(handler for handler in handlers if isinstance(handler, grpc.GenericRpcHandler))
-
-
-def _peers(
-    incarnation: Incarnation, config: NodeConfig, facts: NodeFacts, *, role: Role, transports: Sequence[Built]
-) -> PeerTable:
-    ours = Hello(
-        incarnation=incarnation,
-        identity=facts.identity,
-        layout=facts.layout,
-        offers=tuple(TransportOffer(name=built.transport.name, blob=b"") for built in transports),
-        checksums=config.checksums,
-        allow_seedless=role.allow_seedless,
-    )
-    return PeerTable(
-        ours=ours,
-        transports={built.transport.name: built.transport for built in transports},
-        is_decode=role.may_write is not None,
-    )
-
-
-def _record(
-    incarnation: Incarnation,
-    address: str,
-    facts: NodeFacts,
-    *,
-    transports: tuple[str, ...],
-    metrics_port: int | None,
-) -> NodeRecord:
-    """What the registry is told."""
-    return NodeRecord(
-        role=facts.role,
-        address=address,
-        incarnation=incarnation,
-        model=facts.model_name,
-        layout=facts.layout.fingerprint,
-        page_size=facts.layout.page_size,
-        max_model_len=facts.limits.max_model_len,
-        vocab_size=facts.limits.vocab_size,
-        transports=transports,
-        eos_token_ids=facts.eos_token_ids,
-        started_at=time.time(),
-        metrics_address=advertised_metrics(address, metrics_port),
-    )

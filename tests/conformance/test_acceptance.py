@@ -13,12 +13,13 @@ from transformers import AutoModelForCausalLM
 from engine.randomness import ACCEPT_STREAM, DRAFT_STREAM, TARGET_STREAM, uniforms
 from engine.request import Request
 from speculative.accept_rules import BLOCK, TOKEN_WISE
-from speculative.build import EngineSettings, build_engine
+from speculative.build import build_engine
 from speculative.drafts.chain_draws import ChainDraws
 from speculative.loop import EngineLoop
 from speculative.policy import DraftPolicy, policy_of, prepare
 from speculative.proposer import DrawingProposer, Proposer
 from speculative.registry import create_proposer
+from speculative.settings import EngineSettings
 from speculative.verify_drawn import VerifyDrawn
 from tests.conformance.test_bad_logits import ERROR, SpoiltModel
 from tests.conformance.test_eagle import options_of

@@ -12,7 +12,7 @@ from engine.request import Request
 from speculative.budgets.adaptive import AdaptiveBudget, AdaptiveConfig
 from speculative.budgets.budget import BudgetState, DraftBudget, FixedBudget, Verified
 from speculative.budgets.count import CountBudget, CountConfig
-from speculative.build import BuiltEngine, EngineSettings
+from speculative.build import BuiltEngine
 from speculative.build import build_engine as build
 from speculative.drafts.layer import POOL
 from speculative.loop import EngineLoop
@@ -20,6 +20,7 @@ from speculative.policy import DraftPolicy, policy_of
 from speculative.progress import Progress
 from speculative.proposer import Proposal, Proposer
 from speculative.registry import create_proposer
+from speculative.settings import EngineSettings
 from tests.conformance.test_eagle import CHAIN, TREE
 from tests.conformance.test_eagle import proposer as head
 from tests.conformance.test_loop import greedy_truth, prompt_of, reference

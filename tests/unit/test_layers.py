@@ -21,6 +21,7 @@ NODE_SIDE = {
     "wire/desk.py",
     "wire/intake.py",
     "wire/node_app.py",
+    "wire/node_facts.py",
     "wire/peering.py",
     "wire/reports.py",
 }  # what both nodes share; no router module may reach it
