@@ -18,18 +18,17 @@ from engine.kv_cache import KvCache
 from engine.models.model import Model
 from engine.pool import PagePool
 from engine.request import Request
-from engine.sampling import NO_TOKEN
 from engine.sampling_state import SamplingState
 from engine.scheduler import Scheduler, SchedulerLimits
-from speculative.accept import truncate
 from speculative.budgets.budget import FixedBudget
+from speculative.commit import commit_chunk, commit_round
 from speculative.masking import Masking
-from speculative.parts import Part, logprobs_of, part_of_prompt, part_of_round, score_prompts
+from speculative.parts import Part, part_of_prompt, part_of_round, score_prompts
 from speculative.policy import DraftPolicy
 from speculative.progress import LoopCounters, Progress, StepResult
-from speculative.proposer import Advance, Proposal, Proposer, Seed
+from speculative.proposer import Proposal, Proposer, Seed
 from speculative.tree import Tree, build
-from speculative.verify import Drafted, Verdict
+from speculative.verify import Drafted
 
 _EXACT = DraftPolicy()
 
@@ -217,10 +216,11 @@ class EngineLoop:
         parts[:] = [part for part in parts if not part.is_stalled]
         moves: list[tuple[int, int]] = []
         for part in parts:
+            state = self._states[part.request.key]
             if part.is_prompt:
-                self._advance_prompt(part)
+                commit_chunk(part, state, self.counters)
             else:
-                moves += self._advance_round(part)
+                moves += commit_round(part, state, self.counters, page_size=self.cache.page_size)
         if moves:
             self._write_back(moves)
         advances = [
@@ -265,79 +265,10 @@ class EngineLoop:
     def _is_constrained(self, part: Part) -> bool:
         return self._states[part.request.key].is_constrained
 
-    def _advance_prompt(self, part: Part) -> None:
-        request = part.request
-        count = len(part.span.token_ids)
-        first_scored = request.num_committed + 1
-        request.num_committed += count
-        self.counters.prompt_tokens += count
-        part.progress = Progress(request=request) if part.verdict is None else self._emit(part, part.verdict)
-        if part.scores:
-            part.progress = replace(
-                part.progress, first_scored=first_scored, prompt_logprobs=tuple(part.scores)
-            )
-        part.advance = Advance(
-            request=request,
-            rows=part.rows,
-            accepted_nodes=range(count),
-            token_ids=request.tokens[request.num_committed : request.num_committed + 1],
-            is_prompt=True,
-        )
-
-    def _advance_round(self, part: Part) -> list[tuple[int, int]]:
-        """Accept, commit, and return the KV rows to move, as (source slot, target slot) of the pool."""
-        request, verdict = part.request, part.verdict
-        assert verdict is not None
-        accepted = verdict.accepted
-        base = request.num_committed
-        moves = [
-            (self._slot(request, base + node), self._slot(request, base + depth))
-            for depth, node in enumerate(accepted.nodes)
-            if node != depth
-        ]
-        self.counters.count_round(
-            num_drafted=len(part.span.token_ids) - 1, num_correct_drafts=accepted.num_correct_drafts
-        )
-        part.progress = self._emit(part, verdict)
-        request.num_committed = len(request.tokens) - 1
-        part.advance = Advance(
-            request=request,
-            rows=part.rows,
-            accepted_nodes=accepted.nodes[: request.num_committed - base],
-            token_ids=part.progress.tokens,
-            is_prompt=False,
-        )
-        return moves
-
-    def _emit(self, part: Part, verdict: Verdict) -> Progress:
-        """Append what the stop rules leave of the verdict's tokens."""
-        request, tokens = part.request, verdict.accepted.token_ids
-        ending = truncate(tokens, params=request.sampling, num_outputs=request.num_outputs)
-        kept = ending.token_ids
-        if part.error or NO_TOKEN in kept:
-            return Progress(request=request, error=part.error or verdict.error)
-        request.tokens += kept
-        request.num_steps += 1
-        self.counters.output_tokens += len(kept)
-        self._states[request.key].advance(kept)
-        return Progress(
-            request=request,
-            tokens=kept,
-            logprobs=logprobs_of(verdict, len(kept)) if request.sampling.logprobs is not None else None,
-            num_drafted=0 if part.is_prompt else len(part.span.token_ids) - 1,
-            num_accepted=min(len(tokens) - 1, len(kept)),
-            finish_reason=ending.finish_reason,
-            stop_token_id=ending.stop_token_id,
-        )
-
     def _write_back(self, moves: list[tuple[int, int]]) -> None:
         """Compact accepted rows to the front of the round's window (spec: gather, then scatter)."""
         source, target = zip(*moves, strict=True)
         self.pool.move_rows(torch.tensor(source), torch.tensor(target))
-
-    def _slot(self, request: Request, slot: int) -> int:
-        size = self.cache.page_size
-        return request.pages[slot // size] * size + slot % size
 
     # settling
 

@@ -115,10 +115,6 @@ def score_prompts(parts: Sequence[Part], logits_RV: torch.Tensor) -> torch.Tenso
     return logits_RV[drawn]
 
 
-def logprobs_of(verdict: Verdict, count: int) -> tuple[TokenLogprob, ...]:
-    return tuple(entry for entry in verdict.logprobs[:count] if entry is not None)
-
-
 def _num_scored(request: Request, count: int) -> int:
     """How many of the next `count` prompt rows score a token of the user's prompt."""
     if request.sampling.prompt_logprobs is None:
