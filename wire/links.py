@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 
 Post = Callable[[HostEvent], None]
 
+MAX_FRAME_EVENTS = 256
+"""A backlog of log-probabilities must not make a message larger than gRPC carries: that ends the link."""
+
 
 class Links:
     """Every accepted link is posted as LinkOpened, then its messages, then LinkClosed exactly once.
@@ -111,8 +114,10 @@ class Links:
 
     async def _write(self, channel: Channel, outbox: Outbox) -> None:
         async def send(items: list[tuple[int, Event]]) -> None:
-            # More than one step under backlog: the frame bears the newest.
-            await channel.send(Frame(step=items[-1][0], events=tuple(event for _, event in items)))
+            # More than one step under backlog: a frame bears the newest of its events.
+            for start in range(0, len(items), MAX_FRAME_EVENTS):
+                some = items[start : start + MAX_FRAME_EVENTS]
+                await channel.send(Frame(step=some[-1][0], events=tuple(event for _, event in some)))
 
         await outbox.send_all(send)
 

@@ -2,11 +2,15 @@ import asyncio
 
 import pytest
 
+from engine.params import TokenLogprob
+from engine.scheduler import SchedulerLimits
 from kv_transfer.ids import Incarnation, TransferId
 from kv_transfer.messages import CancelTransfer, Drained, Heartbeat, Hello, Refused, Reserve
 from tests.fakes_host import Cluster, FakeNode, open_link
 from tests.simulation.virtual_loop import run_virtual
 from wire.channel import Channel, ChannelClosed
+from wire.convert import pack_from_node
+from wire.grpc_options import MAX_MESSAGE_BYTES
 from wire.host import HostConfig
 from wire.host_events import (
     Drain,
@@ -21,8 +25,18 @@ from wire.host_events import (
     ToLink,
     ToPeer,
 )
+from wire.links import MAX_FRAME_EVENTS
 from wire.memory_channel import MemoryNetwork
-from wire.work import Accepted, Cancel, Frame, PromptInfo, Rejected, Unreadable, WorkHello
+from wire.work import (
+    Accepted,
+    Cancel,
+    Frame,
+    PromptInfo,
+    PromptLogprobs,
+    Rejected,
+    Unreadable,
+    WorkHello,
+)
 
 TID = TransferId("r", 1)
 P, D = Incarnation("p-1"), Incarnation("d-1")
@@ -93,6 +107,25 @@ def test_frames_coalesce_while_the_reader_lags() -> None:
             assert [len(frame.events) for frame in frames] == [1, 1, 8]
             attempts = [event.tid.attempt for frame in frames for event in frame.events]
             assert attempts == list(range(1, 11))
+
+    run_virtual(main())
+
+
+def test_a_large_backlog_comes_as_several_frames_each_of_which_grpc_carries() -> None:
+    scored = TokenLogprob(-1.5, tuple((100_000 + one, -2.5) for one in range(20)))
+    largest = PromptLogprobs(tid=TID, first_index=1, logprobs=(scored,) * SchedulerLimits().scored_tokens)
+    frame_bytes = MAX_FRAME_EVENTS * pack_from_node(Frame(step=1, events=(largest,))).ByteSize()
+    assert frame_bytes < MAX_MESSAGE_BYTES
+
+    async def main() -> None:
+        cluster = Cluster()
+        async with FakeNode(cluster, "prefill", "p:1", P) as node:
+            channel = await open_link(cluster, "p:1")
+            node.driver.emit(*(accepted(1, number) for number in range(600)))
+            frames = [await channel.receive() for _ in range(3)]
+            assert [len(frame.events) for frame in frames] == [256, 256, 88]
+            attempts = [event.tid.attempt for frame in frames for event in frame.events]
+            assert attempts == list(range(600))
 
     run_virtual(main())
 
