@@ -4,18 +4,18 @@ Owns starting, watching and ending. Must never know what the processes do.
 """
 
 import asyncio
-import ctypes
 import os
+import shutil
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.errors import ProcessDied
 
 TAIL_LINES = 30
-PR_SET_PDEATHSIG = 1
+TETHERED = (sys.executable, "-I", "-S", f"{Path(__file__).with_name('tethered.py')}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,16 +39,20 @@ class Child:
     @classmethod
     async def start(cls, command: Command, *, log: Path) -> "Child":
         """Start it with both outputs in `log`. Raises ProcessDied when it cannot be started."""
+        program = command.arguments[0]
+        if shutil.which(program) is None:
+            raise ProcessDied(f"{command.name} could not be started: {program} is not a program")
         with log.open("ab") as output:
             try:
                 process = await asyncio.create_subprocess_exec(
+                    *TETHERED,
+                    f"{os.getpid()}",
                     *command.arguments,
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
                     env={**os.environ, **command.environment},
                     start_new_session=True,
-                    preexec_fn=_die_with_parent(),
                 )
             except OSError as error:
                 raise ProcessDied(f"{command.name} could not be started: {error}") from error
@@ -100,18 +104,3 @@ def cores() -> int:
     except (OSError, ValueError):
         return allowed
     return allowed if quota == "max" else max(1, min(allowed, round(int(quota) / int(period))))
-
-
-def _die_with_parent() -> Callable[[], None] | None:
-    """What a child does between fork and exec so that it dies with us, however we die (Linux)."""
-    if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    parent = os.getpid()
-
-    def ask() -> None:
-        prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return ask
