@@ -287,7 +287,7 @@ def _pack_tokens(tokens: Tokens) -> pb.Tokens:
 
 
 def _unpack_tokens(tid: TransferId, tokens: pb.Tokens) -> Tokens:
-    ids, logprobs = tuple(tokens.ids), None
+    ids, logprobs = tuple(tokens.ids[:]), None  # a slice comes at once, iterating takes them one by one
     if tokens.has_logprobs:
         logprobs = _unpack_logprobs(tokens.logprobs, "tokens.logprobs")
         holds = len(logprobs) == len(ids)
