@@ -153,7 +153,8 @@ class Attempt:
     async def receive(self) -> list[Delta]:
         """Wait for news; what may be delivered now, in order. Raises ConsumerTooSlow, DeadlineExceeded."""
         deltas: list[Delta] = []
-        for arrival in await self._mailbox.take():
+        await self._mailbox.news()
+        for arrival in self._mailbox.take():
             if self.end is None:
                 deltas += self._take(arrival)
         return deltas

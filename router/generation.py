@@ -135,7 +135,8 @@ class Generation:
         drafted = self._stream.push(delta.ids[: delta.accepted]) if delta.accepted else _NOTHING
         drawn = self._stream.push(delta.ids[delta.accepted :])
         num_tokens = drafted.num_tokens + drawn.num_tokens
-        self._count(delta, num_tokens=num_tokens, num_accepted=drafted.num_tokens)
+        if delta.drafted:
+            self._count(delta, num_tokens=num_tokens, num_accepted=drafted.num_tokens)
         return TextDelta(
             text=drafted.text + drawn.text,
             ids=delta.ids[:num_tokens],
@@ -153,7 +154,8 @@ class Generation:
                 break
             texts.append(piece.text)
         num_accepted = min(delta.accepted, len(texts))
-        self._count(delta, num_tokens=len(texts), num_accepted=num_accepted)
+        if delta.drafted:
+            self._count(delta, num_tokens=len(texts), num_accepted=num_accepted)
         return TextDelta(
             text="".join(texts),
             ids=delta.ids[: len(texts)],
@@ -165,7 +167,7 @@ class Generation:
         )
 
     def _count(self, delta: Delta, *, num_tokens: int, num_accepted: int) -> None:
-        if delta.drafted and num_tokens:
+        if num_tokens:
             self._drafted += delta.drafted
             self._accepted[num_accepted] += 1
 

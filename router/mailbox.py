@@ -49,11 +49,16 @@ class Mailbox:
         self._is_expired = True
         self._wake()
 
-    async def take(self) -> list[Arrival]:
-        """All that waits, at least one, in order of arrival. Raises ConsumerTooSlow, DeadlineExceeded."""
-        if not (self._waiting or self._is_expired):
-            self._news = self._loop.create_future()
-            await self._news
+    def news(self) -> asyncio.Future[None]:
+        """Done as soon as there is something to `take`."""
+        self._news = news = self._loop.create_future()
+        if self._waiting or self._is_expired:
+            self._wake()
+        return news
+
+    def take(self) -> list[Arrival]:
+        """All that waits, at least one, in order of arrival, when there are news. Raises ConsumerTooSlow,
+        DeadlineExceeded."""
         if self._is_overflowing:
             raise ConsumerTooSlow(f"the stream was not read: {self._capacity} events are waiting")
         if not self._waiting:

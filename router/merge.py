@@ -3,8 +3,6 @@
 Owns the output so far, and what the prompt's own tokens scored. Must never know nodes, attempts or time.
 """
 
-import msgspec
-
 from router.requests import Delta
 from wire.work import PromptLogprobs, TokenLogprob, Tokens
 
@@ -90,20 +88,14 @@ class TokenMerger:
             self.duplicates += 1
         if known >= len(tokens.ids):
             return []
-        self.delivered.extend(tokens.ids[known:])
-        delta = _tail(tokens, known)
-        if delta.first_index == 0 and self._num_scores is not None:
-            delta = msgspec.structs.replace(delta, prompt_logprobs=tuple(self._scores))
-        return [delta]
-
-
-def _tail(tokens: Tokens, known: int) -> Delta:
-    """What is new in a report whose first `known` tokens were delivered before."""
-    logprobs = None if tokens.logprobs is None else tokens.logprobs[known:]
-    return Delta(
-        first_index=tokens.first_index + known,
-        ids=tokens.ids[known:],
-        logprobs=logprobs,
-        drafted=tokens.drafted,
-        accepted=max(0, tokens.accepted - known),
-    )
+        has_scores = not self.delivered and self._num_scores is not None
+        new = Delta(
+            first_index=len(self.delivered),
+            ids=tokens.ids[known:],
+            logprobs=None if tokens.logprobs is None else tokens.logprobs[known:],
+            drafted=tokens.drafted,
+            accepted=max(0, tokens.accepted - known),
+            prompt_logprobs=tuple(self._scores) if has_scores else None,
+        )
+        self.delivered.extend(new.ids)
+        return [new]

@@ -21,7 +21,7 @@ from router.openai.shapes import ChatShape, CompletionShape, Envelope, Json, Sho
 from router.openai.tokenizing import DetokenizeRequest, TokenizeRequest
 from router.openai.tools import Tools
 from router.planning import Label, ModelFacts, Plan, check_token_ids, cut
-from router.text.options import TemplateOptions
+from router.text.options import PromptOptions, TemplateOptions
 
 _COMPLETION = Manner(object_name="text_completion", chunk_name="text_completion")
 _IDS_AT_ONCE = 65536
@@ -57,9 +57,7 @@ class Answers:
         """Raises RouterError."""
         facts = self._door.facts(request.wishes.model)
         wishes = replace(request.wishes, options=await self._door.in_tokens(request.wishes.options))
-        encoded = await asyncio.gather(
-            *(self._door.encode(prompt, wishes.text) for prompt in request.prompts)
-        )
+        encoded = await self._encode(request.prompts, wishes.text)
         prompts = [
             cut(prompt, wishes.text, facts, max_tokens=wishes.options.max_tokens) for prompt in encoded
         ]
@@ -166,6 +164,12 @@ class Answers:
             new_id=self._new_id,
             show_logprobs=show,
         )
+
+    async def _encode(self, prompts: Sequence[Prompt], options: PromptOptions) -> Sequence[tuple[int, ...]]:
+        """Ids of prompts; long ones are encoded at the same time."""
+        if len(prompts) == 1:
+            return [await self._door.encode(prompts[0], options)]
+        return await asyncio.gather(*(self._door.encode(prompt, options) for prompt in prompts))
 
     async def _encode_chat(
         self, messages: Sequence[Message], template: TemplateOptions, wishes: Wishes, *, param: str

@@ -39,18 +39,17 @@ class ByteDetokenizer:
     def push(self, token_id: int) -> str:
         if token_id in self._special_ids or token_id >= len(self._token_bytes):
             return ""
-        return self._decode(self._held + self._token_bytes[token_id], is_final=False)
+        data = self._held + self._token_bytes[token_id]
+        text, num_used = codecs.utf_8_decode(data, "replace", False)
+        self._held = data[num_used:]
+        return text
 
     def tentative(self) -> str:
         return ""
 
     def finish(self) -> str:
-        return self._decode(self._held, is_final=True)
-
-    def _decode(self, data: bytes, *, is_final: bool) -> str:
-        text, num_used = codecs.utf_8_decode(data, "replace", is_final)
-        self._held = data[num_used:]
-        return text
+        held, self._held = self._held, b""
+        return held.decode("utf-8", "replace")
 
 
 class WindowDetokenizer:

@@ -1,6 +1,7 @@
 """Exact picks of every policy."""
 
 import itertools
+import random
 
 import pytest
 
@@ -145,6 +146,30 @@ def test_what_was_sent_counts_until_the_leg_closes_or_the_node_tells_its_load() 
     assert book.load_of(record).sent_tokens == 50
     book.clear(record.incarnation)
     assert book.load_of(record).sent_requests == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sums_of_what_was_sent_are_those_of_the_legs_that_are_left(seed: int) -> None:
+    rng, book, record = random.Random(seed), SentBook(), FakeRegistry().add("d1").record
+    left: dict[TransferId, tuple[int, int]] = {}
+    for _ in range(500):
+        tid = TransferId("r", rng.randrange(8))
+        match rng.choice(("add", "add", "remove", "end", "clear")):
+            case "add":  # also of one that is there already
+                left[tid] = rng.randrange(1000), rng.randrange(50)
+                book.add(record.incarnation, tid, tokens=left[tid][0], pages=left[tid][1])
+            case "remove":
+                left.pop(tid, None)
+                book.remove(record.incarnation, tid)
+            case "end":
+                left.pop(tid, None)
+                book.end(record.incarnation, tid, pages=1)
+            case "clear" if rng.random() < 0.2:
+                left.clear()
+                book.clear(record.incarnation)
+        load = book.load_of(record)
+        sums = sum(tokens for tokens, _ in left.values()), sum(pages for _, pages in left.values())
+        assert (load.sent_requests, load.sent_tokens, load.sent_pages) == (len(left), *sums), f"seed {seed}"
 
 
 def test_what_a_node_gave_back_counts_until_it_tells_and_never_as_more_than_it_has() -> None:
