@@ -83,7 +83,7 @@ class DecodeTransfers:
         if code is not None:
             self._ended.remember(peer, tid, errors.DONE)
             return [_ended_before_submit(tid, code)]
-        self._live[tid] = DecodeTransfer(
+        transfer = self._live[tid] = DecodeTransfer(
             tid,
             peer=peer,
             num_prompt_tokens=num_prompt_tokens,
@@ -91,6 +91,8 @@ class DecodeTransfers:
             common=self._common,
             now=now,
         )
+        if peer in self._peers:
+            transfer.peer_ready()
         return []
 
     def granted(
@@ -122,6 +124,9 @@ class DecodeTransfers:
     def peer_ready(self, peer: Incarnation, *, has_checksums: bool) -> None:
         """The session and the transport to this peer are up."""
         self._peers[peer] = has_checksums
+        for transfer in self._live.values():
+            if transfer.peer == peer:
+                transfer.peer_ready()
 
     def peer_lost(
         self, peer: Incarnation, *, reason: str, code: str = errors.PEER_LOST

@@ -5,7 +5,7 @@ are allocated, what a transport is, other transfers, or the time. `lease` = page
 
 | state | holds | leaves on | deadline |
 |---|---|---|---|
-| QUEUED | nothing | pages granted → RESERVED | queue age → Refuse |
+| QUEUED | nothing | pages granted → RESERVED | queue age → Refuse; no session in time → Fail |
 | RESERVED | lease | first range → RECEIVING; Final of a local hit → LANDED | prefill deadline → CANCELLING |
 | RECEIVING | lease | Final and every range landed → LANDED | no page for too long → CANCELLING |
 | LANDED | request owns pages | Join: the caller's from here on (RUNNING) | – |
@@ -70,7 +70,8 @@ _TIMEOUT_CODES: Constant[Mapping[DecodeState, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeTimeouts:
-    queue_s: float = 30.0
+    session_s: float = 10.0  # Submit to a session with P
+    queue_s: float = 30.0  # Submit to pages, with a session
     prefill_s: float = 60.0  # Reserve to the first page, and page to page, while P's engine makes no step
     progress_s: float = 10.0  # page to page once P has said Final
     drain_s: float = 5.0  # CancelTransfer to Drained
@@ -104,13 +105,21 @@ class DecodeTransfer:
         self.tid = tid
         self.peer = peer
         self.state = DecodeState.QUEUED
-        self.expires = min(now + common.timeouts.queue_s, deadline)
+        self.expires = min(now + common.timeouts.session_s, deadline)
+        self._queued_since = now
+        self._has_session = False
         self.is_over = False
         self._num_prompt_tokens = num_prompt_tokens
         self._deadline = deadline
         self._common = common
         self._pages: IncomingPages | None = None  # the lease
         self._receiving_since: float | None = None
+
+    def peer_ready(self) -> None:
+        """There is a session with P: from here on only pages are waited for."""
+        if self.state is DecodeState.QUEUED:
+            self._has_session = True
+            self._move(DecodeState.QUEUED, self._queued_since + self._common.timeouts.queue_s)
 
     def granted(self, page_ids: tuple[int, ...], *, skip_tokens: int, now: float) -> None:
         """The caller leased `page_ids`. Raises ValueError for a wrong number of them."""
@@ -184,9 +193,12 @@ class DecodeTransfer:
         elif self.state is DecodeState.QUARANTINED:
             self.expires = now + self._common.timeouts.quarantine_s
             return f"{self.tid} is not drained"
+        elif self._deadline <= now:
+            self.abort(errors.DEADLINE, f"out of time in {self.state}", now)
+        elif self.state is DecodeState.QUEUED and not self._has_session:
+            self.abort(errors.PEER_LOST, "there is no session with the prefill node", now)
         else:
-            code = errors.DEADLINE if self._deadline <= now else _TIMEOUT_CODES[self.state]
-            self.abort(code, f"out of time in {self.state}", now)
+            self.abort(_TIMEOUT_CODES[self.state], f"out of time in {self.state}", now)
         return ""
 
     # -- transitions

@@ -12,7 +12,7 @@ CANCELLED: Final = "cancelled"  # by the router
 DEADLINE: Final = "deadline"  # the request's own
 DUPLICATE: Final = "duplicate"  # this id was seen before
 
-QUEUE_TIMEOUT: Final = "queue_timeout"  # D had no pages, or no session to P, in time
+QUEUE_TIMEOUT: Final = "queue_timeout"  # D had no pages in time
 PREFILL_TIMEOUT: Final = "prefill_timeout"  # D reserved and nothing came
 NO_PROGRESS: Final = "no_progress"  # pages stopped landing
 RESERVE_TIMEOUT: Final = "reserve_timeout"  # P computed and D never reserved
@@ -21,7 +21,7 @@ WRITE_FAILED: Final = "write_failed"  # a transport said so
 CHECKSUM: Final = "checksum"  # what landed is not what left
 PEER_CANCELLED: Final = "peer_cancelled"  # D gave up on it
 PEER_FAILED: Final = "peer_failed"  # P failed for a reason only P knows
-PEER_LOST: Final = "peer_lost"
+PEER_LOST: Final = "peer_lost"  # or D never got a session to P
 INCOMPATIBLE: Final = "incompatible"  # the pair's Hellos differ
 OVERLOADED: Final = "overloaded"
 BAD_LOGITS: Final = "bad_logits"  # no token could be drawn, and none could on another node

@@ -143,6 +143,7 @@ class MemoryNetwork:
         self._endpoints: dict[str, _Endpoint] = {}
         self._open: dict[MemoryChannel, tuple[str, str]] = {}
         self._isolated: set[str] = set()
+        self._parted: set[frozenset[str]] = set()
 
     @asynccontextmanager
     async def serve(self, address: str, *, work: Accept, session: Accept) -> AsyncIterator[None]:
@@ -175,11 +176,18 @@ class MemoryNetwork:
 
     def rejoin(self, address: str) -> None:
         self._isolated.discard(address)
+        self._parted = {ends for ends in self._parted if address not in ends}
+
+    def part(self, one: str, other: str) -> None:
+        """Nothing opens between these two until one of them rejoins; others still reach both."""
+        self._parted.add(frozenset((one, other)))
+        self.cut(one, other)
 
     async def connect(self, origin: str, address: str, *, to_session: bool) -> Channel:
         await asyncio.sleep(self._delay_s())
         endpoint = self._endpoints.get(address)
-        if endpoint is None or not self._isolated.isdisjoint((origin, address)):
+        is_apart = not self._isolated.isdisjoint((origin, address)) or {origin, address} in self._parted
+        if endpoint is None or is_apart:
             raise ChannelClosed(f"{address} cannot be reached")
         accept = endpoint.session if to_session else endpoint.work
         there, here = self._pipe(), self._pipe()

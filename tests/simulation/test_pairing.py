@@ -80,3 +80,25 @@ def test_prompts_that_wait_long_for_their_turn_on_the_prefill_node_are_waited_fo
 
     engine = {"P": {"chunk_tokens": 16, "num_pages": 600}, "D": {"num_pages": 600, "reserve_tokens": 2}}
     simulate(SimConfig(step_s=1.0, engine=engine), scenario, num_pairs=1)
+
+
+def test_a_pair_that_lost_sight_of_each_other_is_left_alone_until_it_is_back() -> None:
+    """The router reaches both nodes all the while, so only their own word tells."""
+
+    async def scenario(cluster: SimCluster) -> None:
+        cluster.network.part("P0", "D0")
+        cluster.fabric.cut(cluster.nodes["P0"].incarnation, cluster.nodes["D0"].incarnation)
+        slowest_s = []
+        for _ in range(6):
+            streams = [stream(20, variant=number, max_tokens=3) for number in range(4)]
+            await consume_all(cluster, streams, within_s=1.0)
+            assert_whole(streams)
+            slowest_s.append(max(each.outcome.timings.total_s for each in streams if each.outcome))
+            await asyncio.sleep(10.0)
+        assert max(slowest_s) < 15.0
+        assert slowest_s[-1] < 1.0
+        assert len(cluster.pairs.ready()) == 3
+        cluster.network.rejoin("P0")
+        await cluster.until_ready(4)
+
+    simulate(SimConfig(num_prefill=2, num_decode=2), scenario, num_pairs=4)

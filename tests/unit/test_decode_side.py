@@ -1,6 +1,7 @@
 """The decode node's transfers: every state against every event, and what is held when."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -350,6 +351,28 @@ def test_what_ended_on_the_prefill_node_before_its_submit_ends_with_it(
 
 
 # -- deadlines
+
+
+def test_without_a_session_in_time_the_peer_is_lost() -> None:
+    timeouts = replace(TIMEOUTS, queue_s=9, session_s=3)
+    transfers = DecodeTransfers(page_size=16, page_checksum=no_checksum, timeouts=timeouts)
+    submit(transfers)
+    assert transfers.tick(2.9) == []
+    assert transfers.tick(3.0) == [failure(errors.PEER_LOST, "there is no session with the prefill node")]
+    assert transfers.next_deadline is None
+
+
+def test_a_session_that_comes_in_time_leaves_the_rest_of_the_queue_time_for_pages() -> None:
+    timeouts = replace(TIMEOUTS, queue_s=9, session_s=3)
+    transfers = DecodeTransfers(page_size=16, page_checksum=no_checksum, timeouts=timeouts)
+    submit(transfers)
+    transfers.peer_ready(OTHER, has_checksums=False)
+    assert transfers.next_deadline == 3.0
+    transfers.peer_ready(P, has_checksums=False)
+    assert transfers.next_deadline == 9.0
+    assert transfers.tick(9.0) == [
+        Refuse(tid=TID, code=errors.QUEUE_TIMEOUT, retryable=True, reason="out of time in queued")
+    ]
 
 
 def test_queue_age_is_refused_not_failed() -> None:
