@@ -26,10 +26,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
-    """The form an answer must have, and the field that the user asked for it in."""
+    """The form an answer must have, and the field that the user asked for it in. `is_for_words`: calls of
+    tools need not have it."""
 
     spec: GrammarSpec
     field: str
+    is_for_words: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,7 @@ class ChatFormat:
                 code="unsupported_parameter",
             )
         if tools.is_forced:
-            if options.constraint is not None:
+            if options.constraint is not None and not options.constraint.is_for_words:
                 raise BadRequest(
                     f"tool_choice must be none or auto: {options.constraint.field} already says what form the"
                     " answer has",

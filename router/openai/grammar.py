@@ -5,6 +5,7 @@ means nothing, and their word comes back under the field named here.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
@@ -41,7 +42,8 @@ def read_constraint(fields: Fields) -> Constraint | None:
 
 
 def read_format(where: str, value: Any, *, nests_schema: bool = True) -> Constraint | None:
-    """OpenAI's `{"type": "text" | "json_object" | "json_schema"}`; `nests_schema`: under "json_schema"."""
+    """OpenAI's `{"type": "text" | "json_object" | "json_schema"}`, which calls of tools need not have;
+    `nests_schema`: under "json_schema"."""
     if value is None:
         return None
     if not isinstance(value, dict):
@@ -50,7 +52,7 @@ def read_format(where: str, value: Any, *, nests_schema: bool = True) -> Constra
     if kind == "text":
         return None
     if kind == "json_object":
-        return Constraint(spec=GrammarSpec(kind="json_object"), field=where)
+        return Constraint(spec=GrammarSpec(kind="json_object"), field=where, is_for_words=True)
     if kind != "json_schema":
         raise refuse(f"{where}.type", "text, json_object or json_schema", kind)
     if nests_schema:
@@ -62,7 +64,8 @@ def read_format(where: str, value: Any, *, nests_schema: bool = True) -> Constra
         raise refuse(f"{where}.name", "a string", name)
     if strict is not None and not isinstance(strict, bool):
         raise refuse(f"{where}.strict", "true or false", strict)
-    return schema_constraint(f"{where}.schema", value.get("schema"), is_strict=strict)
+    constraint = schema_constraint(f"{where}.schema", value.get("schema"), is_strict=strict)
+    return replace(constraint, is_for_words=True)
 
 
 def schema_constraint(where: str, schema: Any, *, is_strict: bool | None) -> Constraint:

@@ -145,6 +145,13 @@ async def test_a_required_call_is_a_list_of_calls_by_grammar() -> None:
     assert clock["properties"]["parameters"] == {"type": "object", "properties": {}}
 
 
+async def test_the_form_of_words_is_not_that_of_a_call() -> None:
+    """A forced call has no words beside it, so both may be asked for, as instructor does."""
+    form = {"response_format": {"type": "json_object"}, "tool_choice": "required"}
+    choice, schema = await forced(form, '[{"name": "clock", "parameters": {}}]')
+    assert (choice["finish_reason"], schema["type"]) == ("tool_calls", "array")
+
+
 async def test_one_required_call_at_a_time_is_a_matter_of_grammar_too() -> None:
     _, schema = await forced({"tool_choice": "required", "parallel_tool_calls": False}, "[]")
     assert schema["maxItems"] == 1
@@ -175,7 +182,8 @@ async def test_arguments_are_only_those_a_tool_names_unless_it_says_it_is_not_st
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"structured_outputs": {"json_object": True}}, "tool_choice"),
+        ({"guided_regex": "a"}, "tool_choice"),
         (
             {"tools": [*FORCED, {"type": "function", "function": {"name": "x", "parameters": {"not": {}}}}]},
             "tools",

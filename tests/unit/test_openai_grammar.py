@@ -56,7 +56,7 @@ def schema_format(**fields: Any) -> dict[str, Any]:
     ],
 )
 def test_both_endpoints_take_every_form(field: str, value: Any, spec: GrammarSpec, named: str) -> None:
-    expected = Constraint(spec=spec, field=named)
+    expected = Constraint(spec=spec, field=named, is_for_words=field == "response_format")
     assert read_chat({**CHAT, field: value}).wishes.options.constraint == expected
     assert read_completion({"prompt": "hi", field: value}).wishes.options.constraint == expected
 
@@ -68,7 +68,8 @@ def test_text_asks_for_no_form() -> None:
 def test_a_response_takes_its_format_flat_and_repeats_it() -> None:
     given = {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}
     request = read_response({"input": "hi", "text": {"format": given}})
-    assert request.wishes.options.constraint == Constraint(spec=STRICT, field="text.format.schema")
+    expected = Constraint(spec=STRICT, field="text.format.schema", is_for_words=True)
+    assert request.wishes.options.constraint == expected
     assert request.shown["text"] == {"format": given, "verbosity": "medium"}
     plain = read_response({"input": "hi"})
     assert plain.wishes.options.constraint is None
