@@ -9,7 +9,8 @@ from kv_transfer.ids import Incarnation, TransferId
 
 
 class EndedTransfers:
-    """Invariant: at most `max_per_peer` ids of each of at most `max_peers` peers; the oldest go first."""
+    """Invariant: at most `max_per_peer` ids of each of at most `max_peers` peers; the oldest ids go first, and
+    the peers of which nothing was heard for longest: those that never came back."""
 
     def __init__(self, *, max_per_peer: int = 4096, max_peers: int = 256) -> None:
         self._max_per_peer = max_per_peer
@@ -22,6 +23,7 @@ class EndedTransfers:
         if self._peer_of.get(tid, peer) != peer:
             return
         codes = self._peers.setdefault(peer, OrderedDict())
+        self._peers.move_to_end(peer)
         codes[tid] = code
         self._peer_of[tid] = peer
         if len(codes) > self._max_per_peer:

@@ -561,3 +561,14 @@ def test_the_memory_of_ended_transfers_is_bounded_per_peer_and_goes_with_the_pee
     for name in ("a", "b"):
         ended.remember(Incarnation(name), TransferId(name, 0), name)
     assert ended.code(first) is None
+
+
+def test_peers_that_never_came_back_are_forgotten_before_one_that_is_served_all_the_time() -> None:
+    ended = EndedTransfers(max_per_peer=8, max_peers=2)
+    ended.remember(P, TransferId("first", 0), errors.DONE)
+    for number in range(5):
+        ended.remember(Incarnation(f"ghost {number}"), TransferId("lost", number), errors.PEER_LOST)
+        ended.remember(P, TransferId("served", number), errors.DONE)
+    assert ended.code(TransferId("first", 0)) == errors.DONE
+    assert ended.code(TransferId("lost", 3)) is None
+    assert ended.code(TransferId("lost", 4)) == errors.PEER_LOST
