@@ -9,8 +9,8 @@ from kv_transfer.ids import Incarnation, TransferId
 
 
 class EndedTransfers:
-    """Invariant: at most `max_per_peer` ids of each of at most `max_peers` peers; the oldest ids go first, and
-    the peers of which nothing was heard for longest: those that never came back."""
+    """Invariant: at most `max_per_peer` ids of each of at most `max_peers` peers. The oldest ids go first,
+    and the peers of which nothing ended for longest: those that never came back."""
 
     def __init__(self, *, max_per_peer: int = 4096, max_peers: int = 256) -> None:
         self._max_per_peer = max_per_peer
