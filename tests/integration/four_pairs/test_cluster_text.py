@@ -143,3 +143,15 @@ async def test_a_seed_draws_the_same_text_alone_and_among_7_neighbours(four_pair
     drawn = {tuple(ids) for task in others for ids in ids_of(task.result())}
     assert len(drawn) > 14  # other seeds, other texts
     await four_pairs.settle()
+
+
+async def test_bad_words_stay_out_and_the_text_is_the_same_on_every_pair(four_pairs: FourPairs) -> None:
+    body: Json = {"prompt": TEXTS[0], "max_tokens": 24, "temperature": 0}
+    plain = (await four_pairs.router.complete(**body))["choices"][0]["text"]
+    words = sorted({word for word in plain.split() if word.isalpha()})
+    assert words
+    answers = [await four_pairs.router.complete(**body, bad_words=words) for _ in range(4)]
+    assert len({answer["paceline"]["decode"] for answer in answers}) == 4
+    (text,) = {answer["choices"][0]["text"] for answer in answers}
+    assert not {word for word in text.split() if word in words}, (plain, text)
+    await four_pairs.settle()
