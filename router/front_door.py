@@ -61,7 +61,8 @@ class FrontDoor:
         check_bad_words(options.bad_words)
         if not options.bad_words:
             return options
-        return replace(options, banned_sequences=await self._text.encode_words(options.bad_words))
+        words = tuple(dict.fromkeys(options.bad_words))
+        return replace(options, banned_sequences=await self._text.encode_words(words))
 
     async def decode(self, ids: Sequence[int]) -> str:
         return await self._text.decode(ids)

@@ -50,11 +50,11 @@ def unpack_sampling(sampling: generate_pb2.Sampling) -> SamplingOptions:
         may_be_empty="prompt_logprobs" in present,
         shows_stop=sampling.include_stop_str_in_output,
         shows_special=not present.get("skip_special_tokens", True),
-        stop=tuple(dict.fromkeys(sampling.stop)),
+        stop=tuple(sampling.stop),
         stop_token_ids=tuple(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,
         allowed_token_ids=tuple(dict.fromkeys(sampling.allowed_token_ids)),
-        bad_words=tuple(dict.fromkeys(sampling.bad_words)),
+        bad_words=tuple(sampling.bad_words),
         logit_bias=tuple((token_id, _as_written(bias)) for token_id, bias in sampling.logit_bias.items()),
     )
 

@@ -140,7 +140,7 @@ class Planner:
         )
         return Plan(
             request=request,
-            stops=options.stop,
+            stops=tuple(dict.fromkeys(options.stop)),
             shows_stop=options.shows_stop,
             shows_special=options.shows_special,
             is_empty=max_tokens == 0,

@@ -91,7 +91,7 @@ def _stop(value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or any(not isinstance(stop, str) for stop in stops):
         raise refuse("stop", "a string or a list of strings", value)
-    return tuple(dict.fromkeys(stops))
+    return tuple(stops)
 
 
 def _bad_words(value: Any) -> tuple[str, ...]:
@@ -99,7 +99,7 @@ def _bad_words(value: Any) -> tuple[str, ...]:
         return ()
     if not isinstance(value, list) or any(not isinstance(word, str) for word in value):
         raise refuse("bad_words", "a list of strings", value)
-    return tuple(dict.fromkeys(value))
+    return tuple(value)
 
 
 def _allowed(fields: Fields) -> tuple[int, ...]:

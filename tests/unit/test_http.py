@@ -376,6 +376,8 @@ async def test_chunks_tell_accepted_drafts_only_when_asked() -> None:
         (CHAT | {"bad_words": ["x", " "]}, 400, "bad_words", "invalid_value"),
         (CHAT | {"bad_words": ["x" * 1025]}, 400, "bad_words", "invalid_value"),
         (CHAT | {"bad_words": [str(i) for i in range(257)]}, 400, "bad_words", "invalid_value"),
+        (CHAT | {"bad_words": ["x"] * 257}, 400, "bad_words", "invalid_value"),
+        (CHAT | {"stop": ["x"] * 17}, 400, "stop", "invalid_value"),
         (CHAT | {"stop": [""]}, 400, "stop", "invalid_value"),
         (CHAT | {"stop": list("abcdefghijklmnopq")}, 400, "stop", "invalid_value"),
         (CHAT | {"max_tokens": 500}, 400, "max_tokens", "context_length_exceeded"),

@@ -286,11 +286,11 @@ def test_sampling_fields_are_all_read() -> None:
         0.3,
         1.1,
     )
-    assert (options.seed, options.min_tokens, options.stop) == (-1, 2, ("a", "b"))
+    assert (options.seed, options.min_tokens, options.stop) == (-1, 2, ("a", "b", "a"))
     assert (options.stop_token_ids, options.ignore_eos) == ((7,), True)
     assert options.logit_bias == ((5, -100.0), (6, 1.5))
     assert options.allowed_token_ids == (7, 8)
-    assert options.bad_words == ("x", " y")
+    assert options.bad_words == ("x", " y", "x")
 
 
 def test_stream_options_need_a_stream() -> None:
