@@ -40,8 +40,8 @@ class DecodeConfig(NodeConfig):
     """Which requests join the batch, and when."""
 
     algorithm: str = "ngram"
-    """Drafting algorithm: "ngram", "none" for plain decoding, or a plugin as package.module:factory.
-    Must be equal on both nodes of a pair."""
+    """Drafting algorithm: ngram, eagle3, eagle, mtp, dflash, standalone, none for plain decoding, or a plugin
+    as package.module:factory. Must be equal on both nodes of a pair."""
 
     draft_options: str = ""
     """Settings of the algorithm, such as "num_steps=4,topk=4", and acceptance, budget, budget_slots,

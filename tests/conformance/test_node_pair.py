@@ -1,7 +1,10 @@
 """A prompt computed on P and decoded on D is the prompt decoded in one place; nothing leaks, ever."""
 
 import random
+from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -9,8 +12,8 @@ from kv_transfer.ids import TransferId
 from kv_transfer.messages import Final, Heartbeat, SemanticIdentity
 from kv_transfer.transport import WriteHandle
 from kv_transfer.transports.memory import Fault
-from tests.conformance.test_loop import LENGTHS, prompt_of, reference
-from tests.engines import VOCAB_SIZE
+from tests.conformance.test_loop import LENGTHS, SAMPLINGS, prompt_of, reference
+from tests.engines import VOCAB_SIZE, make_engine, make_request, run, tokens_of
 from tests.node_pair import IDENTITY, NodePair
 from wire.host_events import PeerMessage
 from wire.work import Finished, PromptInfo, Tokens
@@ -30,6 +33,39 @@ def test_text_through_the_pair_equals_transformers(algorithm: str) -> None:
             assert tuple(pair.tokens(tid)) == reference(tuple(prompt_of(n)), 12), (turn, n)
             assert pair.ends(tid) == ("handed_over", "length")
         assert pair.is_at_rest()
+
+
+def check_every_cut(sampling: Mapping[str, Any]) -> list[int]:
+    """What one node gives, which the pair must give too, whole and after earlier attempts. Returns it."""
+    options: dict[str, Any] = {"seed": 11, "max_tokens": 24, **sampling}
+    expected = tokens_of(run(make_engine(), [make_request("r", prompt_of(37), **options)])["r"])
+    pair = NodePair(algorithm="ngram", prefill_options={"num_pages": 600}, decode_options={"num_pages": 600})
+    tids = {
+        cut: pair.submit(f"from {cut}", prompt_of(37), delivered=expected[:cut], attempt=2, **options)
+        for cut in (0, 1, 2, len(expected) // 2, len(expected) - 1)
+    }
+    pair.run()
+    for cut, tid in tids.items():
+        rounds = pair.rounds(tid)
+        assert rounds[0][0] == cut
+        assert [token_id for _, ids, _, _ in rounds for token_id in ids] == expected[cut:], cut
+    return expected
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_what_shapes_an_answer_counts_what_was_said_before_the_handoff_and_by_earlier_attempts(
+    sampling: dict[str, object],
+) -> None:
+    check_every_cut(sampling)
+
+
+def test_a_banned_sequence_may_lie_across_the_handoff() -> None:
+    """Each token of the plain text is forbidden after the one before it."""
+    plain = reference(tuple(prompt_of(37)), 12)
+    bans = tuple(pairwise(plain))
+    first, second, *_ = check_every_cut({"temperature": 0.0, "banned_sequences": bans})
+    assert first == plain[0]
+    assert second != plain[1]
 
 
 def test_first_token_comes_from_p_alone_and_index_one_from_d() -> None:
