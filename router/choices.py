@@ -7,6 +7,7 @@ from contextlib import aclosing
 from router.api_keys import Bill
 from router.errors import RouterError
 from router.generation import Ended, Generation, TextDelta
+from router.leaving import first_of, forget_frames
 
 Emit = Callable[[int, TextDelta | Ended], Awaitable[None]]
 
@@ -28,15 +29,22 @@ async def _run_several(generations: Sequence[Generation], emit: Emit) -> None:
         async with lock:
             await emit(index, item)
 
+    error: BaseException | None = None
     try:
         async with asyncio.TaskGroup() as group:
             for index, generation in enumerate(generations):
                 group.create_task(_pump(index, generation, emit_alone))
-    except* RouterError as errors:
-        failed = errors
-    else:
-        return
-    raise _first(failed)
+    except BaseExceptionGroup as errors:
+        fault = errors.subgroup(_is_fault)  # of ours, which must not be lost behind what a node did
+        error = first_of(errors if fault is None else fault)
+    except asyncio.CancelledError as cancelled:
+        forget_frames(cancelled)
+        raise
+    try:
+        if error is not None:
+            raise error
+    finally:
+        del error, group
 
 
 async def _pump(index: int, generation: Generation, emit: Emit) -> None:
@@ -45,8 +53,5 @@ async def _pump(index: int, generation: Generation, emit: Emit) -> None:
             await emit(index, item)
 
 
-def _first(errors: BaseExceptionGroup[RouterError]) -> BaseException:
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+def _is_fault(error: BaseException) -> bool:
+    return not isinstance(error, BaseExceptionGroup | RouterError)

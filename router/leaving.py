@@ -13,11 +13,37 @@ async def until_left(left: Coroutine[Any, Any, Never], work: Coroutine[Any, Any,
     What `work` raises comes through as it is. It is a task of its own, so that what wakes it is not handed
     through everything the caller waits in.
     """
+    error: BaseException | None = None
     try:
         async with asyncio.TaskGroup() as group:
             watcher = group.create_task(left)
             working = group.create_task(work)
-            working.add_done_callback(lambda _: watcher.cancel())
+            await asyncio.wait((working,))  # a group takes its own cancelling of us back only in its body
+            watcher.cancel()
     except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return working.result()
+        error = first_of(errors)
+    except asyncio.CancelledError as cancelled:
+        forget_frames(cancelled)
+        raise
+    try:
+        if error is not None:
+            raise error
+        return working.result()
+    finally:
+        # An error knows this frame, and whoever holds the error would hold all that the work held.
+        del error, group, watcher, working
+
+
+def first_of(errors: BaseExceptionGroup[Any]) -> BaseException:
+    """The first error in a group of groups, by itself."""
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        forget_frames(error)
+        error = error.exceptions[0]
+    return error
+
+
+def forget_frames(error: BaseException) -> None:
+    """For what a task group raised: a frame of the group knows it too, so that otherwise everything its tasks
+    held would wait for the garbage collector."""
+    error.__traceback__ = None

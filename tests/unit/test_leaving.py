@@ -1,11 +1,21 @@
 """Work that stops when nobody waits for it: what comes out, and what is left running."""
 
 import asyncio
-from typing import Never
+import gc
+import json
+import weakref
+from collections.abc import Iterator
+from typing import Any, Never
 
 import pytest
+from starlette.types import Message
 
+from router.errors import NodeFailed, NodesBusy
+from router.generation import Generation
 from router.leaving import until_left
+from tests.fakes_dispatch import FakeDispatcher, http_app
+from tests.smollm2_text import smollm2_text
+from tests.unit.test_http import scope
 
 
 class Gone(Exception):
@@ -75,3 +85,103 @@ async def test_a_caller_that_is_cancelled_takes_the_work_with_it() -> None:
         await caller
     assert ended.is_set()
     assert _others() == set()
+
+
+class Held:
+    pass
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Only what nothing refers to goes away."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("how", ["fails", "is left", "is cancelled"])
+async def test_nothing_is_kept_of_work_that_fails_or_is_left(how: str) -> None:
+    """Neither what it held, for the garbage collector comes late, nor a cancelling of the caller."""
+    held = Held()
+    kept = weakref.ref(held)
+    current = asyncio.current_task()
+    assert current is not None
+
+    async def leaves() -> Never:
+        await asyncio.sleep(0)
+        if how == "is left":
+            raise Gone
+        return await _never()
+
+    async def work(_: Held) -> None:
+        await asyncio.sleep(0)
+        if how == "fails":
+            raise Gone
+        if how == "is cancelled":
+            current.cancel()
+        await _never()
+
+    with pytest.raises((Gone, asyncio.CancelledError)) as caught:
+        await until_left(leaves(), work(held))
+    assert (caught.type is Gone) is (how != "is cancelled")
+    del caught, held
+    assert kept() is None
+    assert current.cancelling() == (how == "is cancelled")
+    current.uncancel()
+
+
+def failing(case: str) -> FakeDispatcher:
+    """Errors know the frames they were raised in, so each case has its own."""
+    options: dict[str, dict[str, Any]] = {
+        "refused": {"error": NodesBusy("full", retry_after_s=1)},
+        "failed": {"error": NodeFailed("x"), "fail_after": 2},
+        "left": {"stall_after": 2},
+        "left before the first token": {"stall_after": 0},
+    }
+    return FakeDispatcher(script=[5, 5, 5, 5, 2], **options[case])
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("case", ["refused", "failed", "left", "left before the first token"])
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/completions", {"prompt": [5, 6, 7]}),
+        ("/v1/completions", {"prompt": [5, 6, 7], "n": 2}),
+        ("/v1/responses", {"input": "hi"}),
+    ],
+)
+async def test_a_request_that_fails_or_is_left_is_gone_at_once_with_its_prompt(
+    path: str, asked: dict[str, Any], is_stream: bool, case: str
+) -> None:
+    dispatcher = failing(case)
+    app = http_app(dispatcher, smollm2_text())
+    body = json.dumps(asked | {"stream": is_stream}).encode()
+    leave = asyncio.Event()
+    incoming: Iterator[Message] = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def receive() -> Message:
+        for message in incoming:
+            return message
+        await leave.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(_: Message) -> None:
+        pass
+
+    serving = asyncio.ensure_future(app(scope(path), receive, send))
+    if case.startswith("left"):
+        await asyncio.wait_for(dispatcher.until_stalled(asked.get("n", 1)), timeout=5)
+        assert _generations()
+        leave.set()
+    await asyncio.wait_for(serving, timeout=5)
+    dispatcher.error = None
+    assert dispatcher.requests
+    assert _generations() == []
+
+
+def _generations() -> list[object]:
+    return [one for one in gc.get_objects() if type(one) is Generation]
