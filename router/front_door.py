@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from router.errors import BadRequest
 from router.generation import Generates, Generation
 from router.planning import Label, ModelFacts, Plan, Planner, SamplingOptions, check_bad_words
 from router.served import ServedModel
@@ -62,7 +63,10 @@ class FrontDoor:
         if not options.bad_words:
             return options
         words = tuple(dict.fromkeys(options.bad_words))
-        return replace(options, banned_sequences=await self._text.encode_words(words))
+        sequences = await self._text.encode_words(words)
+        if not all(sequences):
+            raise BadRequest("bad_words must hold words that the tokenizer has tokens for", param="bad_words")
+        return replace(options, banned_sequences=sequences)
 
     async def decode(self, ids: Sequence[int]) -> str:
         return await self._text.decode(ids)

@@ -18,6 +18,7 @@ from router.openai.messages import (
     read_text,
 )
 
+_TEXTS = ("content", "reasoning_content")
 _PART_TYPES = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
 
 
@@ -31,19 +32,22 @@ def read_input(value: Any) -> tuple[Message, ...]:
     for index, item in enumerate(value):
         if (message := _read(f"input[{index}]", item)) is not None:
             _add(messages, message)
-    return tuple(messages)
+    return tuple(_whole(message) for message in messages)
 
 
 def _add(messages: list[Message], new: Message) -> None:
-    """Items of one answer are one message, as a chat has it."""
+    """Items of one answer are one message, as a chat has it. Its texts are in pieces until it is whole."""
+    new = new | {key: [new[key]] if new[key] else [] for key in _TEXTS if key in new}
     if not messages or not _goes_on(messages[-1], new):
         messages.append(new)
         return
-    last = messages[-1]
-    last["content"] += new["content"]
-    for key in ("reasoning_content", "tool_calls"):
+    for key in (*_TEXTS, "tool_calls"):
         if key in new:
-            last[key] = last[key] + new[key] if key in last else new[key]
+            messages[-1].setdefault(key, []).extend(new[key])
+
+
+def _whole(message: Message) -> Message:
+    return message | {key: "".join(message[key]) for key in _TEXTS if key in message}
 
 
 def _goes_on(last: Message, new: Message) -> bool:

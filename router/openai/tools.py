@@ -166,7 +166,10 @@ def _is_strict(tool: Mapping[str, Any]) -> bool | None:
 def _hoisted(where: str, parameters: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
     """Without its definitions, which go into `shared`: references count from the root of a schema."""
     for key in ("$defs", "definitions"):
-        for name, definition in parameters.get(key, {}).items():
+        definitions = parameters.get(key, {})
+        if not isinstance(definitions, dict):
+            raise refuse(f"{where}.{key}", "an object of schemas", definitions)
+        for name, definition in definitions.items():
             if shared.setdefault(key, {}).setdefault(name, definition) != definition:
                 raise BadRequest(
                     f"{where}.{key} must not give {name!r} another meaning than an earlier tool does",

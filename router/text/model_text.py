@@ -18,7 +18,7 @@ from router.text.tokenizer import Tokenizer, read_json
 T = TypeVar("T")
 
 _LONG_TEXT_CHARS = 4096
-_CHARS_OF_A_WORD = 64  # what tokenising one costs, however short it is
+_CHARS_OF_A_WORD = 64  # what tokenising a short one costs
 _NUM_THREADS = 2
 _MAX_WAITING = 256
 _MAX_WAITING_CHARS = 64 * 1024 * 1024
@@ -70,7 +70,7 @@ class ModelText:
             ids = (self.tokenizer.encode(word, add_special_tokens=False) for word in spelt)
             return tuple(dict.fromkeys(ids))
 
-        return await self._run(_CHARS_OF_A_WORD * len(spelt), encode)
+        return await self._run(sum(max(_CHARS_OF_A_WORD, len(word)) for word in spelt), encode)
 
     async def encode_chat(
         self,

@@ -8,9 +8,13 @@ from typing import Any
 import httpx
 import pytest
 from starlette.types import Message
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import BPE
 
 from router.api_keys import ApiKeys, KeyEntry, digest
 from router.errors import NodeFailed, NodesBusy, NoReadyPair, RouterError
+from router.text.model_text import ModelText
+from router.text.tokenizer import Tokenizer
 from tests.fakes_dispatch import MAX_MODEL_LEN, FakeDispatcher, FakeOperations, http_app, one_key
 from tests.smollm2_text import smollm2_text
 
@@ -102,6 +106,15 @@ async def test_bad_words_go_to_the_nodes_in_tokens_as_they_stand_at_the_beginnin
             for text in ("flag", " flag", "world", " world", "Zürich ist schön", " Zürich ist schön")
         )
         assert len(found) == len(set(found))
+
+
+async def test_bad_words_that_the_tokenizer_leaves_nothing_of_are_refused_by_name() -> None:
+    backend = Backend(BPE(vocab={"h": 0, "i": 1, " ": 2}, merges=[]))
+    text = ModelText(Tokenizer(backend, special_tokens={}, eos_token_ids=()), template=None)
+    transport = httpx.ASGITransport(app=http_app(answering(), text))
+    async with httpx.AsyncClient(transport=transport, base_url="http://router") as http:
+        found = await http.post("/v1/completions", json=COMPLETION | {"bad_words": ["hi", "?"]})
+    assert (found.status_code, found.json()["error"]["param"]) == (400, "bad_words")
 
 
 async def test_a_chat_answer_has_text_reason_usage_and_where_it_came_from() -> None:

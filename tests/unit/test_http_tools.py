@@ -200,6 +200,14 @@ async def test_arguments_are_only_those_a_tool_names_unless_it_says_it_is_not_st
             },
             "tools[2].function.parameters.$defs",
         ),
+        *(
+            (
+                {"tools": [{"type": "function", "function": {"name": "x", "parameters": {key: value}}}]},
+                f"tools[0].function.parameters.{key}",
+            )
+            for key in ("$defs", "definitions")
+            for value in (None, [], 5)
+        ),
     ],
 )
 async def test_what_no_grammar_can_hold_to_is_refused_by_name(fields: dict[str, Any], param: str) -> None:

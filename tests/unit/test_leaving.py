@@ -113,7 +113,7 @@ async def test_nothing_is_kept_of_work_that_fails_or_is_left(how: str) -> None:
         await asyncio.sleep(0)
         if how == "is left":
             raise Gone
-        return await _never()
+        await _never()
 
     async def work(_: Held) -> None:
         await asyncio.sleep(0)

@@ -289,6 +289,18 @@ R = {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reason
         ([USER, SPOKEN, F, F], [USER, {**SPOKEN, "tool_calls": [F_TOLD, F_TOLD]}]),
         ([USER, F, SPOKEN], [USER, {**SPOKEN, "tool_calls": [F_TOLD]}]),
         ([USER, R, SPOKEN, SPOKEN], [USER, {**SPOKEN, "reasoning_content": "hm"}, SPOKEN]),
+        (
+            [USER, R, R, F, SPOKEN, F, SPOKEN],
+            [
+                USER,
+                {
+                    "role": "assistant",
+                    "content": "bb",
+                    "reasoning_content": "hmhm",
+                    "tool_calls": [F_TOLD, F_TOLD],
+                },
+            ],
+        ),
         ([USER, R, USER], [USER, {"role": "assistant", "content": "", "reasoning_content": "hm"}, USER]),
         (
             [USER, SPOKEN, R, F],
