@@ -77,7 +77,8 @@ class Child:
         self._is_stopping = True
         try:
             self._signal(signal.SIGTERM)
-            await asyncio.wait_for(self._process.wait(), grace_s)
+            async with asyncio.timeout(grace_s):
+                await self._process.wait()
         except TimeoutError:
             pass  # killed below
         finally:

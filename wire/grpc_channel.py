@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 
+from wire.cancels import num_cancels
 from wire.channel import ChannelClosed
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class GrpcChannel:
 
     async def send(self, message: Any) -> None:
         packed = self._stream.pack(message)
-        num_cancels = _num_cancels()
+        before = num_cancels()
         try:
             async with asyncio.timeout(self._send_timeout_s), self._send_lock:
                 self._raise_if_ended()
@@ -69,7 +70,7 @@ class GrpcChannel:
             self._end(describe(error))
         except asyncio.CancelledError:
             self._end("cancelled while sending")
-            if _num_cancels() > num_cancels:  # else the call was cancelled under us
+            if num_cancels() > before:  # else the call was cancelled under us
                 raise
         self._raise_if_ended()
 
@@ -87,7 +88,7 @@ class GrpcChannel:
 
     async def pump(self) -> None:
         """Read messages until the call ends or the channel is closed."""
-        num_cancels = _num_cancels()
+        before = num_cancels()
         try:
             while not self._ended_by:
                 await self._pump_one()
@@ -98,7 +99,7 @@ class GrpcChannel:
             self._end(describe(error))
         except asyncio.CancelledError:
             self._end("cancelled")
-            if _num_cancels() > num_cancels:
+            if num_cancels() > before:
                 raise
 
     async def _pump_one(self) -> None:
@@ -130,9 +131,3 @@ def describe(error: BaseException) -> str:
     if isinstance(error, grpc.aio.AioRpcError):
         return f"{error.code().name}: {error.details()}"
     return str(error) or type(error).__name__
-
-
-def _num_cancels() -> int:
-    """How often the running task has been cancelled and not yet gone on."""
-    task = asyncio.current_task()
-    return 0 if task is None else task.cancelling()

@@ -13,6 +13,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from kv_transfer.ids import Incarnation
+from wire.cancels import unforgotten
 from wire.convert import pack_record, unpack_record
 from wire.records import NodeRecord
 
@@ -59,19 +60,21 @@ class RedisRegistry:
 
     async def publish(self, record: NodeRecord, *, ttl_s: float) -> None:
         try:
-            await self._client.set(_key(record.incarnation), pack_record(record), px=round(ttl_s * 1000))
+            await unforgotten(
+                self._client.set(_key(record.incarnation), pack_record(record), px=round(ttl_s * 1000))
+            )
         except (RedisError, OSError) as error:
             raise RegistryUnavailable(str(error)) from error
 
     async def remove(self, incarnation: Incarnation) -> None:
         try:
-            await self._client.delete(_key(incarnation))
+            await unforgotten(self._client.delete(_key(incarnation)))
         except (RedisError, OSError) as error:
             raise RegistryUnavailable(str(error)) from error
 
     async def snapshot(self) -> list[NodeRecord]:
         try:
-            values = await self._values()
+            values = await unforgotten(self._values())
         except (RedisError, OSError) as error:
             raise RegistryUnavailable(str(error)) from error
         return _ordered([record for value in values if (record := _unpack(value)) is not None])

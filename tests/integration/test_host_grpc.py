@@ -16,6 +16,7 @@ from wire.host_events import (
     Drain,
     Link,
     LinkMessage,
+    Output,
     PagesChanged,
     PeerClosed,
     PeerHello,
@@ -40,6 +41,10 @@ class RealNode:
     thread: StepThread[FakeCore]
     host: NodeHost
     address: str
+
+    async def says(self, output: Output) -> None:
+        """On the thread that takes the outputs."""
+        await self.thread.call(lambda core: core.outputs.append(output))
 
     async def has(self, kind: type, count: int = 1) -> None:
         await until(lambda: sum(isinstance(event, kind) for event in self.core.events) >= count)
@@ -104,8 +109,7 @@ async def test_a_pair_of_hosts_works_over_grpc_redis_and_engine_threads() -> Non
             await prefill.has(PeerHello)
             assert (await decode.host.status()).peers == {"prefill-1": "ready"}
             reserve = Reserve(tid=TID, page_ids=(1,), skip_tokens=0, deadline_s=1.0)
-            decode.core.outputs.append(ToPeer(peer=prefill.core.incarnation, message=reserve))
-            decode.thread.post("wake up")
+            await decode.says(ToPeer(peer=prefill.core.incarnation, message=reserve))
             await prefill.has(PeerMessage)
             async with GrpcConnector() as router:
                 link = await router.work(decode.address)
@@ -115,13 +119,11 @@ async def test_a_pair_of_hosts_works_over_grpc_redis_and_engine_threads() -> Non
                 await link.send(Cancel(tid=TID))
                 await decode.has(LinkMessage)
                 accepted = Accepted(tid=TID, queued_behind=0)
-                decode.core.outputs.append(ToLink(link=Link(1), event=accepted))
-                decode.thread.post("wake up")
+                await decode.says(ToLink(link=Link(1), event=accepted))
                 assert (await link.receive()).events == (accepted,)
                 hashing = PageHash(fingerprint="f", page_size=4)
                 changes = CacheChanges(stored=(b"x" * 16,), hashing=hashing)
-                decode.core.outputs.append(PagesChanged(changes=changes))
-                decode.thread.post("wake up")
+                await decode.says(PagesChanged(changes=changes))
                 await link.send(KvSubscribe())
                 update = await link.receive()
                 assert (update.stored, update.hashing) == (changes.stored, hashing)

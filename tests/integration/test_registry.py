@@ -204,3 +204,24 @@ async def test_the_view_polls_by_itself() -> None:
         await changed.wait()
         polling.cancel()
     assert view.records == (node("p1"),)
+
+
+async def test_a_cancelled_poll_ends_at_whatever_moment_it_is_cancelled(valkey: Valkey) -> None:
+    """The client forgets a cancellation that comes just as it has written a command (Python 3.11)."""
+    async with RedisRegistry(valkey.url) as registry:
+        await registry.publish(node("p1"), ttl_s=60)
+        turns = 0
+        for stop_after in range(1, 60):
+            polling = asyncio.ensure_future(poll_for_ever(registry))
+            for _ in range(stop_after):
+                await asyncio.sleep(0)
+            polling.cancel()
+            await asyncio.wait([polling], timeout=5)
+            assert polling.cancelled(), f"goes on when cancelled after {stop_after} turns of the loop"
+            turns += 1
+        assert turns == 59
+
+
+async def poll_for_ever(registry: RedisRegistry) -> None:
+    while True:
+        await registry.snapshot()
