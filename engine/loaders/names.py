@@ -1,6 +1,8 @@
 """The one table of checkpoint names: which tensors make a model, and what each format calls them.
 
 Names are Hugging Face's throughout; the GGUF table translates. Must never know how files are read.
+Shapes: `E` hidden width, `H` heads, `D` head dim, `F` rows of q, k and v, `A` of q alone, `M` intermediate
+width, `G` of gate and up.
 """
 
 from collections.abc import Mapping

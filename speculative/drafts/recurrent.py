@@ -252,8 +252,11 @@ class RecurrentProposer:
                     f" got {tensor.dtype} of {tuple(tensor.shape)}"
                 )
         draft_ids_K = seed.tensors["topk_index"].numpy()
-        if draft_ids_K.min() < 0 or draft_ids_K.max() >= self._network.head.vocab_size:
-            raise ValueError(f"handoff tensor topk_index must hold draft ids, got {draft_ids_K.tolist()}")
+        is_known = draft_ids_K.min() >= 0 and draft_ids_K.max() < self._network.head.vocab_size
+        if not is_known or len(np.unique(draft_ids_K)) != len(draft_ids_K):  # siblings of a tree are distinct
+            raise ValueError(
+                f"handoff tensor topk_index must hold distinct draft ids, got {draft_ids_K.tolist()}"
+            )
         p_K = seed.tensors["topk_p"].numpy()
         if (p_K < 0).any():  # a tree takes for granted that no child is likelier than its parent
             raise ValueError(f"handoff tensor topk_p must hold probabilities, got {p_K.tolist()}")

@@ -23,9 +23,11 @@ class TreeShape:
     num_draft_tokens: int = 8
 
     def __post_init__(self) -> None:
-        limits = {"num_steps": 32, "topk": STATE_WIDTH, "num_draft_tokens": 256}
-        for name, most in limits.items():
-            value = {"num_steps": self.num_steps, "topk": self.topk}.get(name, self.num_draft_tokens)
+        for name, value, most in (
+            ("num_steps", self.num_steps, 32),
+            ("topk", self.topk, STATE_WIDTH),
+            ("num_draft_tokens", self.num_draft_tokens, 256),
+        ):
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
                 raise ValueError(f"{name} must be a whole number in [1, {most}], got {value!r}")
 
