@@ -3,6 +3,7 @@
 Owns status codes, headers and disconnects. Must never know what a request means.
 """
 
+import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -25,6 +26,9 @@ Produce = Callable[[Callable[[bytes], Awaitable[None]]], Coroutine[Any, Any, Non
 
 _MAX_LABEL_CHARS = 128
 _CLIENT_GONE_STATUS = 499
+_MAX_UNREAD_S = 60.0
+"""Who takes no event of a stream for so long, and holds a place that others wait for, is gone."""
+
 _STREAM_HEADERS = {
     "content-type": "text/event-stream",
     "cache-control": "no-cache",
@@ -38,7 +42,7 @@ class UnsupportedMediaType(BadRequest):
 
 
 class ClientGone(Exception):
-    """The client closed its connection; nobody reads an answer any more."""
+    """The client closed its connection, or has stopped reading: nobody reads an answer any more."""
 
 
 class JsonResponse(Response):
@@ -103,6 +107,20 @@ async def _raise_on_disconnect(receive: Receive) -> Never:
     raise ClientGone
 
 
+async def _raise_when_unread(receive: Receive, stream: "_Stream") -> Never:
+    """The client leaves, or one event waits for it all the time: a timer an event would cost too much."""
+    while True:
+        num_sent = stream.num_sent
+        is_waiting = stream.num_begun > num_sent
+        try:
+            async with asyncio.timeout(_MAX_UNREAD_S):
+                await _raise_on_disconnect(receive)
+        except TimeoutError:
+            if is_waiting and stream.num_sent == num_sent:
+                logger.info("a stream was not read for %g s", _MAX_UNREAD_S)
+                raise ClientGone from None
+
+
 class EventStream(Response):
     """Server-sent events. The status line waits for the first event, so an early refusal has its own status.
 
@@ -117,7 +135,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         stream = _Stream(send, body=scope["paceline.send"], headers=self.raw_headers)
         try:
-            await until_disconnect(receive, self._produce(stream.send))
+            await until_left(_raise_when_unread(receive, stream), self._produce(stream.send))
         except ClientGone:
             return
         except RouterError as error:
@@ -146,12 +164,16 @@ class _Stream:
         self._body = body
         self._headers = headers
         self.is_open = False
+        self.num_begun = 0
+        self.num_sent = 0
 
     async def send(self, data: bytes) -> None:
+        self.num_begun += 1
         if not self.is_open:
             self.is_open = True
             await self._start({"type": "http.response.start", "status": 200, "headers": self._headers})
         await self._body({"type": "http.response.body", "body": data, "more_body": True})
+        self.num_sent += 1
 
     async def close(self) -> None:
         await self._body({"type": "http.response.body", "body": b"", "more_body": False})

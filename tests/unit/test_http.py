@@ -16,6 +16,7 @@ from router.errors import NodeFailed, NodesBusy, NoReadyPair, RouterError
 from router.text.model_text import ModelText
 from router.text.tokenizer import Tokenizer
 from tests.fakes_dispatch import MAX_MODEL_LEN, FakeDispatcher, FakeOperations, http_app, one_key
+from tests.fakes_nodes import virtual
 from tests.smollm2_text import smollm2_text
 
 CHAT: dict[str, Any] = {"model": "smol", "messages": [{"role": "user", "content": "hi"}]}
@@ -598,6 +599,38 @@ async def test_a_client_that_leaves_cancels_its_generations_at_once(
     leave.set()
     await asyncio.wait_for(serving, timeout=5)
     assert (dispatcher.num_open, dispatcher.num_closed_early) == (0, n)
+
+
+@virtual
+@pytest.mark.parametrize("pause_s", [59.0, 1000.0])
+async def test_a_client_that_takes_nothing_for_minutes_is_gone_but_not_one_that_is_slow(
+    pause_s: float,
+) -> None:
+    """Its socket takes two events at once and is then full for so long before each."""
+    dispatcher = answering()
+    app = http_app(dispatcher, smollm2_text())
+    body = json.dumps({"prompt": [5], "stream": True}).encode()
+    incoming: Iterator[Message] = iter([{"type": "http.request", "body": body, "more_body": False}])
+    sent: list[bytes] = []
+
+    async def receive() -> Message:
+        for message in incoming:
+            return message
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            if len(sent) >= 2:
+                await asyncio.sleep(pause_s)
+            sent.append(message["body"])
+
+    started = asyncio.get_running_loop().time()
+    await app(scope("/v1/completions"), receive, send)
+    is_gone = pause_s > 60
+    assert (dispatcher.num_open, dispatcher.num_closed_early) == (0, is_gone)
+    assert (asyncio.get_running_loop().time() - started <= 120) is is_gone
+    assert (b"[DONE]" in b"".join(sent)) is not is_gone
 
 
 async def test_operators_can_ask_how_the_router_is() -> None:
