@@ -2,9 +2,9 @@
 
 import dataclasses
 import os
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -109,14 +109,20 @@ def test_a_process_has_at_most_25_settings(config: type[PrefillConfig]) -> None:
     assert len(dataclasses.fields(config)) <= 25
 
 
-def test_help_answers_within_a_second() -> None:
+def test_help_takes_less_than_a_second_of_a_core() -> None:
     paceline("--help")  # compiles
-    started = time.perf_counter()
+    before = cpu_s_of_children()
     done = paceline("--help")
     assert done.returncode == 0
-    assert time.perf_counter() - started < 1.5  # a second, and room for a busy machine
+    assert cpu_s_of_children() - before < 1.5  # a second, and room for a slow machine
     for command in ("prefill", "decode", "router", "up", "chat", "bench", "convert"):
         assert command in done.stdout
+
+
+def cpu_s_of_children() -> float:
+    """Of those that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def paceline(*words: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

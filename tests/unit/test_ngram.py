@@ -194,11 +194,11 @@ def test_a_round_costs_the_host_little_even_on_text_that_only_repeats() -> None:
     for tokens in ([7] * 20_000, [1, 2] * 10_000):
         proposer, request = NgramProposer(NgramConfig(branches=4)), request_with(tokens)
         proposer.admit(request, None)
-        start = time.perf_counter()
+        start = time.thread_time()
         for _ in range(50):
             proposer.propose([request], [8])
             request.tokens += [tokens[0]]
-        assert time.perf_counter() - start < 50 * 0.002
+        assert time.thread_time() - start < 50 * 0.002
 
 
 @pytest.mark.parametrize(
