@@ -24,6 +24,9 @@ from tests.simulation.cluster import SimCluster, SimConfig, Stream, running_clus
 from tests.simulation.test_cluster import assert_beginning, assert_whole
 from tests.simulation.virtual_loop import run_virtual
 
+# After every token another quarter of all tokens is forbidden.
+BANS = tuple((one, other) for one in range(VOCAB_SIZE) for other in range(one % 4, VOCAB_SIZE, 4))
+
 
 def faults_of(rng: random.Random) -> Callable[[WriteHandle], Fault]:
     """What goes wrong with writes on this cluster; some of it not at all, some often."""
@@ -91,6 +94,7 @@ def stream_of(rng: random.Random, number: int) -> Stream:
         temperature=0.9 if is_sampled else 0.0,
         top_k=4 if is_sampled else 0,
         stop_token_ids=tuple(rng.sample(range(VOCAB_SIZE), 12)) if rng.random() < 0.2 else (),
+        banned_sequences=BANS if number % 3 == 0 else (),
     )
     request = GenerateRequest(
         prompt_ids=tuple(prompt_of(length, seed=rng.choice((rng.randint(0, 3), 1000 + number)))),
@@ -234,7 +238,7 @@ def campaign(seed: int) -> Counter[str]:
     return endings
 
 
-@pytest.mark.parametrize("seed", [3, 19, 22, 40])
+@pytest.mark.parametrize("seed", [3, 19, 22, 40, 707])
 def test_whatever_happens_every_request_ends_once_with_its_text_and_every_page_comes_back(seed: int) -> None:
     assert campaign(seed)["length"] > 0
 
