@@ -31,7 +31,7 @@ from router.grpc_convert import (
     unpack_template,
     unpack_tools,
 )
-from router.leaving import until_left
+from router.leaving import forget_frames, until_left
 from router.openai.chat_format import ChatFormat
 from router.openai.tools import NO_TOOLS, Tools
 from router.planning import Label, Plan, SamplingOptions, cut
@@ -209,6 +209,7 @@ async def _raise_when(aborted: asyncio.Event, label: str) -> Never:
 
 async def _abort(context: Any, error: RouterError) -> Never:
     """End the call with the error's status; its code and field go along as trailing metadata."""
+    forget_frames(error)
     metadata = [("paceline-code", error.code)]
     if error.param is not None and error.param.isascii():
         metadata.append(("paceline-param", error.param))

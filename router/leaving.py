@@ -44,6 +44,6 @@ def first_of(errors: BaseExceptionGroup[Any]) -> BaseException:
 
 
 def forget_frames(error: BaseException) -> None:
-    """For what a task group raised: a frame of the group knows it too, so that otherwise everything its tasks
-    held would wait for the garbage collector."""
+    """For what its own frames know, as a task group knows what it raises, and a call of gRPC what ended it:
+    otherwise everything those frames held would wait for the garbage collector."""
     error.__traceback__ = None

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any, Never
 
+import grpc
 import pytest
 from starlette.types import Message
 
@@ -16,6 +17,8 @@ from router.leaving import until_left
 from tests.fakes_dispatch import FakeDispatcher, http_app
 from tests.smollm2_text import smollm2_text
 from tests.unit.test_http import scope
+from tests.unit.test_router_grpc import channel, stub
+from wire.gen import generate_pb2 as pb
 
 
 class Gone(Exception):
@@ -93,8 +96,8 @@ class Held:
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    """Only what nothing refers to goes away."""
-    gc.collect()
+    """Only what nothing refers to goes away; what there is from now on is all that is young."""
+    gc.collect(0)
     gc.disable()
     yield
     gc.enable()
@@ -183,5 +186,19 @@ async def test_a_request_that_fails_or_is_left_is_gone_at_once_with_its_prompt(
     assert _generations() == []
 
 
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("num_choices", [1, 2])
+@pytest.mark.parametrize("case", ["refused", "failed"])
+async def test_a_call_that_fails_is_gone_at_once(case: str, num_choices: int) -> None:
+    dispatcher = failing(case)
+    asked = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6, 7]), n=num_choices)
+    async with channel(dispatcher) as opened:
+        with pytest.raises(grpc.aio.AioRpcError):
+            _ = [one async for one in stub(opened).Generate(asked)]
+        dispatcher.error = None
+        assert dispatcher.requests
+        assert _generations() == []
+
+
 def _generations() -> list[object]:
-    return [one for one in gc.get_objects() if type(one) is Generation]
+    return [one for one in gc.get_objects(generation=0) if type(one) is Generation]
