@@ -16,7 +16,7 @@ import grpc
 
 from router.api_keys import ApiKeys, Bill, User
 from router.choices import run_all
-from router.errors import BadApiKey, BadRequest, DeadlineExceeded, RouterError
+from router.errors import BadApiKey, BadRequest, ConsumerTooSlow, DeadlineExceeded, RouterError
 from router.front_door import FrontDoor
 from router.generation import Ended, TextDelta
 from router.grpc_convert import (
@@ -31,7 +31,7 @@ from router.grpc_convert import (
     unpack_template,
     unpack_tools,
 )
-from router.leaving import forget_frames, until_left
+from router.leaving import MAX_UNREAD_S, Sending, forget_frames, left_or_unread, until_left
 from router.openai.chat_format import ChatFormat
 from router.openai.tools import NO_TOOLS, Tools
 from router.planning import Label, Plan, SamplingOptions, cut
@@ -64,7 +64,9 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
         keys: ApiKeys,
         chat_format: ChatFormat,
         tenant_header: str = "",
+        max_unread_s: float = MAX_UNREAD_S,
     ) -> None:
+        self._max_unread_s = max_unread_s
         self._door = door
         self._chat_format = chat_format
         self._new_id = new_id
@@ -78,8 +80,9 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
             user = self._user(context)
             user.start()
             with self._abortable(user, label) as aborted:
-                answer = self._answer(request, context, label=label, user=user)
-                await until_left(_raise_when(aborted, label), answer)
+                sending = Sending()
+                answer = self._answer(request, context, label=label, user=user, sending=sending)
+                await until_left(self._raise_when(aborted, sending, label), answer)
         except RouterError as error:
             await _abort(context, error)
         except grpc.aio.BaseError:
@@ -111,7 +114,13 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
                 del self._aborts[key]
 
     async def _answer(
-        self, request: generate_pb2.GenerateRequest, context: Any, *, label: str, user: User
+        self,
+        request: generate_pb2.GenerateRequest,
+        context: Any,
+        *,
+        label: str,
+        user: User,
+        sending: Sending,
     ) -> None:
         metadata = {str(key): str(value) for key, value in context.invocation_metadata() or ()}
         told = Label(
@@ -133,15 +142,20 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
         ]
         ends: list[Ended] = []
 
+        async def write(message: generate_pb2.GenerateResponse) -> None:
+            sending.num_begun += 1
+            await context.write(message)
+            sending.num_sent += 1
+
         async def tell(index: int, item: TextDelta | Ended) -> None:
             if not isinstance(item, Ended):
-                await context.write(pack_delta(item, label=label, index=index, parts=parts[index]))
+                await write(pack_delta(item, label=label, index=index, parts=parts[index]))
                 return
             ends.append(item)
             ended = pack_end(item, label=label, index=index, parts=parts[index])
             if len(ends) == len(plans):
                 add_totals(ended, ends, num_prompt_tokens=len(prompt_ids))
-            await context.write(ended)
+            await write(ended)
 
         bill = Bill(user, len(prompt_ids))
         await run_all([self._door.generation(plan, spend=bill.spend) for plan in plans], tell, bill=bill)
@@ -185,6 +199,11 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
             case _:
                 raise BadRequest("input must be text, chat or token_ids, got none of them", param="input")
 
+    async def _raise_when(self, aborted: asyncio.Event, sending: Sending, label: str) -> Never:
+        if await left_or_unread(aborted.wait, sending, max_unread_s=self._max_unread_s):
+            raise Aborted(f"request {label!r} was aborted")
+        raise ConsumerTooSlow("the stream was not read")
+
     def _user(self, context: Any) -> User:
         """Who calls. Raises BadApiKey."""
         return self._keys.user(str(dict(context.invocation_metadata() or ()).get("authorization", "")))
@@ -200,11 +219,6 @@ def _time_left(context: Any) -> float | None:
     if seconds is not None and seconds <= 0:
         raise DeadlineExceeded("the call's deadline has passed")
     return seconds
-
-
-async def _raise_when(aborted: asyncio.Event, label: str) -> Never:
-    await aborted.wait()
-    raise Aborted(f"request {label!r} was aborted")
 
 
 async def _abort(context: Any, error: RouterError) -> Never:

@@ -3,10 +3,10 @@
 Owns status codes, headers and disconnects. Must never know what a request means.
 """
 
-import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any, Never, TypeVar
 
 import msgspec
@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.errors import BadRequest, BodyTooLarge, RouterError
-from router.leaving import until_left
+from router.leaving import Sending, left_or_unread, until_left
 from router.openai.exchange import sse
 from wire.logs import about
 
@@ -26,9 +26,6 @@ Produce = Callable[[Callable[[bytes], Awaitable[None]]], Coroutine[Any, Any, Non
 
 _MAX_LABEL_CHARS = 128
 _CLIENT_GONE_STATUS = 499
-_MAX_UNREAD_S = 60.0
-"""Who takes no event of a stream for so long, and holds a place that others wait for, is gone."""
-
 _STREAM_HEADERS = {
     "content-type": "text/event-stream",
     "cache-control": "no-cache",
@@ -102,23 +99,19 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _raise_on_disconnect(receive: Receive) -> Never:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    await _disconnect(receive)
     raise ClientGone
 
 
-async def _raise_when_unread(receive: Receive, stream: "_Stream") -> Never:
-    """The client leaves, or one event waits for it all the time: a timer an event would cost too much."""
-    while True:
-        num_sent = stream.num_sent
-        is_waiting = stream.num_begun > num_sent
-        try:
-            async with asyncio.timeout(_MAX_UNREAD_S):
-                await _raise_on_disconnect(receive)
-        except TimeoutError:
-            if is_waiting and stream.num_sent == num_sent:
-                logger.info("a stream was not read for %g s", _MAX_UNREAD_S)
-                raise ClientGone from None
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _raise_when_unread(receive: Receive, sending: Sending) -> Never:
+    if not await left_or_unread(partial(_disconnect, receive), sending):
+        logger.info("a client reads its stream no longer")
+    raise ClientGone
 
 
 class EventStream(Response):
@@ -135,7 +128,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         stream = _Stream(send, body=scope["paceline.send"], headers=self.raw_headers)
         try:
-            await until_left(_raise_when_unread(receive, stream), self._produce(stream.send))
+            await until_left(_raise_when_unread(receive, stream.sending), self._produce(stream.send))
         except ClientGone:
             return
         except RouterError as error:
@@ -164,16 +157,15 @@ class _Stream:
         self._body = body
         self._headers = headers
         self.is_open = False
-        self.num_begun = 0
-        self.num_sent = 0
+        self.sending = Sending()
 
     async def send(self, data: bytes) -> None:
-        self.num_begun += 1
+        self.sending.num_begun += 1
         if not self.is_open:
             self.is_open = True
             await self._start({"type": "http.response.start", "status": 200, "headers": self._headers})
         await self._body({"type": "http.response.body", "body": data, "more_body": True})
-        self.num_sent += 1
+        self.sending.num_sent += 1
 
     async def close(self) -> None:
         await self._body({"type": "http.response.body", "body": b"", "more_body": False})

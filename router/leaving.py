@@ -1,10 +1,40 @@
 """Work that stops when nobody waits for it any more. Must never know how one notices that."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, Never, TypeVar
 
 T = TypeVar("T")
+
+MAX_UNREAD_S = 60.0
+"""Who takes nothing of a stream for so long, and holds a place that others wait for, is gone."""
+
+
+@dataclass(slots=True)
+class Sending:
+    """How many pieces of a stream were handed to the network, and how many of them it took."""
+
+    num_begun: int = 0
+    num_sent: int = 0
+
+
+async def left_or_unread(
+    leaves: Callable[[], Awaitable[object]], sending: Sending, *, max_unread_s: float = MAX_UNREAD_S
+) -> bool:
+    """True once `leaves` is over, False when one piece has waited for so long, or up to twice that: a timer a
+    piece would cost too much."""
+    while True:
+        num_sent = sending.num_sent
+        is_waiting = sending.num_begun > num_sent
+        try:
+            async with asyncio.timeout(max_unread_s):
+                await leaves()
+        except TimeoutError:
+            if is_waiting and sending.num_sent == num_sent:
+                return False
+        else:
+            return True
 
 
 async def until_left(left: Coroutine[Any, Any, Never], work: Coroutine[Any, Any, T]) -> T:

@@ -44,6 +44,8 @@ async def channel(
     *,
     tenant_header: str = "",
     answer_format: AnswerFormat = PLAIN,
+    channel_options: tuple[tuple[str, int], ...] = (),
+    **options: Any,
 ) -> AsyncGenerator[grpc.aio.Channel]:
     labels = iter(range(100))
     service = GenerationService(
@@ -52,11 +54,13 @@ async def channel(
         keys=keys or open_to_all(),
         chat_format=chat_format(smollm2_text(), answer_format),
         tenant_header=tenant_header,
+        **options,
     )
     server = RouterGrpcServer(service, "127.0.0.1:0")
     await server.start()
     try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as opened:
+        address = f"127.0.0.1:{server.port}"
+        async with grpc.aio.insecure_channel(address, options=channel_options) as opened:
             yield opened
     finally:
         await server.stop(0)
@@ -117,6 +121,23 @@ async def test_a_grammar_that_cannot_be_is_an_invalid_argument(grammar: dict[str
         await ask(answering(), pb.GenerateRequest(text="hi", grammar=pb.Grammar(**grammar)))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert trailing(caught.value)["paceline-param"] == param
+
+
+async def test_a_caller_that_reads_no_longer_gives_its_place_away() -> None:
+    """The first messages fill what lies between it and the router; the rest would wait for ever."""
+    dispatcher = FakeDispatcher(script=[ids_of(" word")[0]] * 450)
+    sampling = pb.Sampling(max_tokens=450, logprobs=20)
+    asked = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]), n=8, sampling=sampling)
+    narrow = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536))
+    async with channel(dispatcher, max_unread_s=0.2, channel_options=narrow) as opened:
+        responses = aiter(stub(opened).Generate(asked))
+        await anext(responses)
+        await asyncio.wait_for(dispatcher.until_idle(), timeout=20)
+        assert dispatcher.num_closed_early == 8
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            _ = [response async for response in responses]
+    assert caught.value.code() is grpc.StatusCode.ABORTED
+    assert trailing(caught.value)["paceline-code"] == "consumer_too_slow"
 
 
 async def test_text_comes_in_deltas_and_the_last_message_ends_it() -> None:
