@@ -52,9 +52,13 @@ class SpanMask:
     def is_causal(self) -> bool:
         return self.ancestors_NN is None and self.window is None
 
+    def sees_all_before(self, end_slot: int) -> bool:
+        """Certain at a glance: a single row that ends there and left nothing behind its window."""
+        return self.num_rows == 1 and self.window is None and end_slot == self.num_committed + 1
 
-def visible(mask: SpanMask, first_slot: int, end_slot: int) -> torch.Tensor:
-    """`[N, L]` bool over slots [first_slot, end_slot); slots past the span's own rows are hidden."""
+
+def visible(mask: SpanMask, first_slot: int, end_slot: int) -> npt.NDArray[np.bool_]:
+    """`[N, L]` over slots [first_slot, end_slot); slots past the span's own rows are hidden."""
     slots_L = np.arange(first_slot, end_slot)
     place_N1 = (mask.num_committed + mask.depth_N)[:, None]
     if mask.ancestors_NN is None:
@@ -68,12 +72,12 @@ def visible(mask: SpanMask, first_slot: int, end_slot: int) -> torch.Tensor:
         place_L[own : own + mask.num_rows] = mask.num_committed + mask.depth_N
     if mask.window is not None:
         seen_NL = seen_NL & (place_L > place_N1 - mask.window)
-    return torch.from_numpy(seen_NL)
+    return seen_NL
 
 
-def additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def additive(seen: npt.NDArray[np.bool_], dtype: torch.dtype) -> torch.Tensor:
     """0 where seen, -inf where hidden: the mask form attention kernels take as it is."""
-    return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
+    return torch.from_numpy(np.where(seen, np.float32(0.0), np.float32("-inf"))).to(dtype)
 
 
 def _ancestors(parents: Sequence[int]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:

@@ -14,6 +14,7 @@ from itertools import pairwise
 from math import prod
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -215,7 +216,8 @@ class Group:
 
     def _fold_mask(self, num_kv_heads: int, *, groups: int) -> None:
         if self.mask_BNL is not None and self.mask_XRL is None:
-            self.mask_XRL = self.mask_BNL.repeat(1, groups, 1).repeat_interleave(num_kv_heads, dim=0)
+            mask_BKGNL = self.mask_BNL[:, None, None].expand(-1, num_kv_heads, groups, -1, -1)
+            self.mask_XRL = mask_BKGNL.flatten(0, 1).flatten(1, 2)
 
     def _attend_fused(self, q_XRD: torch.Tensor, pool_P2SKD: torch.Tensor) -> torch.Tensor:
         """One fused kernel: fewest calls, best while there is little to compute."""
@@ -285,12 +287,14 @@ def _group_mask(
     geometry: Geometry,
 ) -> torch.Tensor | None:
     """`[B, N, L]` additive, or None when every row sees all of the context."""
-    masks = []
-    for span, first_page in zip(spans, first_pages, strict=True):
-        first_slot = first_page * geometry.page_size
-        seen_NL = visible(SpanMask.of(span, window=geometry.window), first_slot, first_slot + context_len)
-        masks.append(torch.cat((seen_NL, seen_NL[-1:].expand(num_rows - len(seen_NL), -1))))
-    seen_BNL = torch.stack(masks)
-    if bool(seen_BNL.all()):
+    masks = [SpanMask.of(span, window=geometry.window) for span in spans]
+    firsts = [page * geometry.page_size for page in first_pages]
+    if num_rows == 1 and all(map(SpanMask.sees_all_before, masks, [first + context_len for first in firsts])):
+        return None
+    seen_BNL = np.empty((len(spans), num_rows, context_len), dtype=np.bool_)
+    for mask, first, seen_NL in zip(masks, firsts, seen_BNL, strict=True):
+        seen_NL[: mask.num_rows] = visible(mask, first, first + context_len)
+        seen_NL[mask.num_rows :] = seen_NL[mask.num_rows - 1]  # padding rows are the last one again
+    if seen_BNL.all():
         return None
     return additive(seen_BNL, geometry.dtype).to(geometry.device)

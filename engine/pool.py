@@ -6,7 +6,8 @@ Shapes: `P` pages, `S` slots of a page, `H` KV heads, `D` head dim; 2 stands for
 """
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import groupby, pairwise
 
 import torch
 
@@ -41,6 +42,10 @@ class PagePool:
             for (pool, layer, kind), region in regions.items()
             if kind == "k"
         }
+        self._stacks = [
+            self._stack_view(elements, list(of_pool))
+            for _, of_pool in groupby(layout.regions, key=lambda region: region.pool)
+        ]
 
     @property
     def address(self) -> int:
@@ -80,8 +85,19 @@ class PagePool:
         page_size = self.layout.page_size
         source = (source_slots // page_size, source_slots % page_size)
         target = (target_slots // page_size, target_slots % page_size)
-        for pair_P2SHD in self._pairs.values():
-            pair_P2SHD[target[0], :, target[1]] = pair_P2SHD[source[0], :, source[1]]
+        for stack_PLSR in self._stacks:
+            stack_PLSR[target[0], :, target[1]] = stack_PLSR[source[0], :, source[1]]
+
+    def _stack_view(self, elements: torch.Tensor, regions: Sequence[Region]) -> torch.Tensor:
+        """All regions of one pool, K and V of every layer: one view `[P, L, S, R]`, rows of `R` elements."""
+        first, spacing = regions[0], regions[1].offset - regions[0].offset
+        assert all(b.offset - a.offset == spacing for a, b in pairwise(regions)), "uneven regions of a pool"
+        size, row = self.dtype.itemsize, first.num_heads * first.head_dim
+        return elements.as_strided(
+            (self.num_pages, len(regions), self.layout.page_size, row),
+            (self.layout.page_bytes // size, spacing // size, row, 1),
+            elements.storage_offset() + first.offset // size,
+        )
 
     def _pair_view(self, elements: torch.Tensor, k: Region, v: Region) -> torch.Tensor:
         size = self.dtype.itemsize

@@ -151,8 +151,15 @@ def takes_best(params: SamplingParams) -> bool:
 
 
 def _best(scores_RV: torch.Tensor) -> list[int]:
-    best = scores_RV.max(dim=-1)  # the first of equals, as torch documents; NaN counts as the largest
-    ids: list[int] = torch.where(best.values.isfinite(), best.indices, NO_TOKEN).tolist()
+    """The first of equals, as both libraries document; NaN counts as the largest."""
+    if scores_RV.device.type == "cpu":  # numpy compares many scores at once, torch's kernel one by one
+        scores = scores_RV.numpy()
+        best_R = scores.argmax(axis=1)
+        is_possible_R = np.isfinite(scores[np.arange(len(scores)), best_R])
+        ids: list[int] = np.where(is_possible_R, best_R, NO_TOKEN).tolist()
+        return ids
+    best = scores_RV.max(dim=1)
+    ids = torch.where(best.values.isfinite(), best.indices, NO_TOKEN).tolist()
     return ids
 
 

@@ -16,7 +16,7 @@ def mask_of(tree: Tree) -> list[list[int]]:
         logit_rows=nodes,
         parents=tree.span_parents,
     )
-    return visible(SpanMask.of(span, window=None), 0, tree.num_nodes).int().tolist()
+    return visible(SpanMask.of(span, window=None), 0, tree.num_nodes).astype(int).tolist()
 
 
 def packed_mask(tree: Tree) -> tuple[int, ...]:

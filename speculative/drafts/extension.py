@@ -54,8 +54,9 @@ def captured_rows(
     extensions: Sequence[Extension], hidden: Mapping[int, torch.Tensor]
 ) -> Mapping[int, torch.Tensor]:
     rows = [row for extension in extensions for row in extension.rows]
+    wanted = torch.tensor(rows)
     picked: dict[int, torch.Tensor] = {}
     for layer, hidden_TE in hidden.items():
         is_all = rows == list(range(len(hidden_TE)))
-        picked[layer] = hidden_TE if is_all else hidden_TE[torch.tensor(rows, device=hidden_TE.device)]
+        picked[layer] = hidden_TE if is_all else hidden_TE.index_select(0, wanted.to(hidden_TE.device))
     return picked

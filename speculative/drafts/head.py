@@ -45,8 +45,8 @@ def best(logits_RV: torch.Tensor, count: int) -> tuple[Floats, Ids]:
     # Rounding may push a probability above 1, and a child above its parent.
     p_RK = (values_RK - logits_RV.logsumexp(dim=1, keepdim=True)).exp().clamp_(max=1.0)
     p, ids = p_RK.cpu().numpy(), ids_RK.cpu().numpy()
-    order = np.lexsort((ids, -p), axis=1)
-    return np.take_along_axis(p, order, axis=1), np.take_along_axis(ids, order, axis=1)
+    order = (np.arange(len(p))[:, None], np.lexsort((ids, -p), axis=1))
+    return p[order], ids[order]
 
 
 def target_ids_of(d2t_V: torch.Tensor, *, target_vocab: int) -> Ids:

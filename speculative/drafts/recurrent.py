@@ -221,6 +221,8 @@ class RecurrentProposer:
         width, head = self._shape.topk, self._network.head
         p_BK, ids_BK = self._first(requests, draws)
         growth = Growth(p_BK, head.to_target(ids_BK))
+        if num_steps == 1:
+            return growth
         rows = ScratchRows(requests, width=width, page_size=self._page_size)
         beams = growth.beams()
         hidden_BE = torch.stack([self._states[request].hidden_E for request in requests])

@@ -155,7 +155,7 @@ def test_eagle_g3_the_full_mask_of_two_requests() -> None:
     tree = tree_of(9, worked_example()[0].select(0, 3))
     spans = [span_of(tree, committed) for committed in (3, 5)]
     seen = [visible(SpanMask.of(span, window=None), 0, span.num_committed + 4) for span in spans]
-    assert [mask.numel() for mask in seen] == [28, 36]
+    assert [mask.size for mask in seen] == [28, 36]
     rows = ["".join(str(int(cell)) for cell in row) for row in seen[0].tolist()]
     assert rows == ["1111000", "1111100", "1111010", "1111101"]
     assert [*spans[0].positions, *spans[1].positions] == [3, 4, 4, 5, 5, 6, 6, 7]
