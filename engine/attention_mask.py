@@ -52,26 +52,28 @@ class SpanMask:
     def is_causal(self) -> bool:
         return self.ancestors_NN is None and self.window is None
 
-    def sees_all_before(self, end_slot: int) -> bool:
-        """Certain at a glance: a single row that ends there and left nothing behind its window."""
-        return self.num_rows == 1 and self.window is None and end_slot == self.num_committed + 1
+    def sees_all(self, first_slot: int, end_slot: int) -> bool:
+        """Whether no row misses any slot in [first_slot, end_slot)."""
+        last_slot = self.num_committed + self.num_rows - 1
+        is_mutual = self.num_rows == 1 or (self.ancestors_NN is not None and bool(self.ancestors_NN.all()))
+        is_within = self.window is None or first_slot > last_slot - self.window
+        return is_mutual and is_within and end_slot <= last_slot + 1
 
 
 def visible(mask: SpanMask, first_slot: int, end_slot: int) -> npt.NDArray[np.bool_]:
     """`[N, L]` over slots [first_slot, end_slot); slots past the span's own rows are hidden."""
-    slots_L = np.arange(first_slot, end_slot)
-    place_N1 = (mask.num_committed + mask.depth_N)[:, None]
+    place_L = np.arange(first_slot, end_slot)
+    place_N = mask.num_committed + mask.depth_N
     if mask.ancestors_NN is None:
-        seen_NL = slots_L <= place_N1
-        place_L = slots_L
+        seen_NL = place_L <= place_N[:, None]
     else:
-        seen_NL = np.broadcast_to(slots_L < mask.num_committed, (mask.num_rows, len(slots_L))).copy()
-        own = mask.num_committed - first_slot
-        seen_NL[:, own : own + mask.num_rows] = mask.ancestors_NN[:, : len(slots_L) - own]
-        place_L = slots_L.copy()
-        place_L[own : own + mask.num_rows] = mask.num_committed + mask.depth_N
+        own = slice(mask.num_committed - first_slot, mask.num_committed - first_slot + mask.num_rows)
+        seen_NL = np.zeros((mask.num_rows, len(place_L)), dtype=np.bool_)
+        seen_NL[:, : own.start] = True
+        seen_NL[:, own] = mask.ancestors_NN
+        place_L[own] = place_N
     if mask.window is not None:
-        seen_NL = seen_NL & (place_L > place_N1 - mask.window)
+        seen_NL &= place_L > place_N[:, None] - mask.window
     return seen_NL
 
 

@@ -289,12 +289,10 @@ def _group_mask(
     """`[B, N, L]` additive, or None when every row sees all of the context."""
     masks = [SpanMask.of(span, window=geometry.window) for span in spans]
     firsts = [page * geometry.page_size for page in first_pages]
-    if num_rows == 1 and all(map(SpanMask.sees_all_before, masks, [first + context_len for first in firsts])):
+    if all(mask.sees_all(first, first + context_len) for mask, first in zip(masks, firsts, strict=True)):
         return None
     seen_BNL = np.empty((len(spans), num_rows, context_len), dtype=np.bool_)
     for mask, first, seen_NL in zip(masks, firsts, seen_BNL, strict=True):
         seen_NL[: mask.num_rows] = visible(mask, first, first + context_len)
         seen_NL[mask.num_rows :] = seen_NL[mask.num_rows - 1]  # padding rows are the last one again
-    if seen_BNL.all():
-        return None
     return additive(seen_BNL, geometry.dtype).to(geometry.device)
