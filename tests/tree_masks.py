@@ -16,7 +16,8 @@ def mask_of(tree: Tree) -> list[list[int]]:
         logit_rows=nodes,
         parents=tree.span_parents,
     )
-    return visible(SpanMask.of(span, window=None), 0, tree.num_nodes).astype(int).tolist()
+    rows: list[list[int]] = visible(SpanMask.of(span, window=None), 0, tree.num_nodes).astype(int).tolist()
+    return rows
 
 
 def packed_mask(tree: Tree) -> tuple[int, ...]:
