@@ -86,12 +86,16 @@ async def end_of_stream(trust: Trust, address: str, kind: str) -> str:
 
 async def pages_status(trust: Trust, address: str) -> grpc.StatusCode:
     """How the data plane answers a greeting that says nothing."""
+    code = grpc.StatusCode.INTERNAL
     async with trust.channel(address, CLIENT_OPTIONS) as channel:
         stream: Any = channel.stream_stream
-        call = stream(f"/{SERVICE}/{METHOD}")(metadata=trust.metadata)
-        with suppress(grpc.aio.AioRpcError):  # the refusal may be there first
-            await call.write(b"")
-        code: grpc.StatusCode = await call.code()
+        while (
+            code is grpc.StatusCode.INTERNAL
+        ):  # the client's own word for an answer that came amid its write
+            call = stream(f"/{SERVICE}/{METHOD}")(metadata=trust.metadata)
+            with suppress(grpc.aio.AioRpcError):  # the refusal may be there first
+                await call.write(b"")
+            code = await call.code()
         return code
 
 
