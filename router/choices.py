@@ -7,7 +7,7 @@ from contextlib import aclosing
 from router.api_keys import Bill
 from router.errors import RouterError
 from router.generation import Ended, Generation, TextDelta
-from router.leaving import first_of, forget_frames
+from router.leaving import in_group
 
 Emit = Callable[[int, TextDelta | Ended], Awaitable[None]]
 
@@ -29,22 +29,11 @@ async def _run_several(generations: Sequence[Generation], emit: Emit) -> None:
         async with lock:
             await emit(index, item)
 
-    error: BaseException | None = None
-    try:
-        async with asyncio.TaskGroup() as group:
-            for index, generation in enumerate(generations):
-                group.create_task(_pump(index, generation, emit_alone))
-    except BaseExceptionGroup as errors:
-        fault = errors.subgroup(_is_fault)  # of ours, which must not be lost behind what a node did
-        error = first_of(errors if fault is None else fault)
-    except asyncio.CancelledError as cancelled:
-        forget_frames(cancelled)
-        raise
-    try:
-        if error is not None:
-            raise error
-    finally:
-        del error, group
+    async def run(group: asyncio.TaskGroup) -> None:
+        for index, generation in enumerate(generations):
+            group.create_task(_pump(index, generation, emit_alone))
+
+    await in_group(run, comes_first=_is_fault)  # a fault of ours must not be lost behind what a node did
 
 
 async def _pump(index: int, generation: Generation, emit: Emit) -> None:

@@ -43,28 +43,48 @@ async def until_left(left: Coroutine[Any, Any, Never], work: Coroutine[Any, Any,
     What `work` raises comes through as it is. It is a task of its own, so that what wakes it is not handed
     through everything the caller waits in.
     """
+    done: list[T] = []
+
+    async def run(group: asyncio.TaskGroup) -> None:
+        watcher = group.create_task(left)
+        working = group.create_task(_noted(work, done))
+        await asyncio.wait((working,))  # a group takes its own cancelling of us back only in its body
+        watcher.cancel()
+
+    await in_group(run)
+    return done[0]
+
+
+async def _noted(work: Coroutine[Any, Any, T], done: list[T]) -> None:
+    done.append(await work)
+
+
+async def in_group(
+    run: Callable[[asyncio.TaskGroup], Awaitable[None]],
+    *,
+    comes_first: Callable[[BaseException], bool] | None = None,
+) -> None:
+    """Runs `run` and the tasks it creates. Raises one error instead of them all, and keeps nothing of what
+    they held. `comes_first`: which kind is raised where there is one."""
     error: BaseException | None = None
     try:
         async with asyncio.TaskGroup() as group:
-            watcher = group.create_task(left)
-            working = group.create_task(work)
-            await asyncio.wait((working,))  # a group takes its own cancelling of us back only in its body
-            watcher.cancel()
+            await run(group)
     except BaseExceptionGroup as errors:
-        error = first_of(errors)
+        preferred = None if comes_first is None else errors.subgroup(comes_first)
+        error = _first_of(errors if preferred is None else preferred)
     except asyncio.CancelledError as cancelled:
         forget_frames(cancelled)
         raise
     try:
         if error is not None:
             raise error
-        return working.result()
     finally:
-        # An error knows this frame, and whoever holds the error would hold all that the work held.
-        del error, group, watcher, working
+        # An error knows this frame, and whoever holds the error would hold all that the tasks held.
+        del error, group
 
 
-def first_of(errors: BaseExceptionGroup[Any]) -> BaseException:
+def _first_of(errors: BaseExceptionGroup[Any]) -> BaseException:
     """The first error in a group of groups, by itself."""
     error: BaseException = errors
     while isinstance(error, BaseExceptionGroup):
