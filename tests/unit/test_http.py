@@ -1,7 +1,7 @@
 import asyncio
 import json
 import math
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -572,6 +572,19 @@ def scope(path: str) -> dict[str, Any]:
     }
 
 
+def staying(body: bytes, leave: asyncio.Event) -> Callable[[], Awaitable[Message]]:
+    """The receiving side of a client that sends `body` and stays until `leave`."""
+    incoming: Iterator[Message] = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def receive() -> Message:
+        for message in incoming:
+            return message
+        await leave.wait()
+        return {"type": "http.disconnect"}
+
+    return receive
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("stall_after", [0, 3])
 @pytest.mark.parametrize("n", [1, 3])
@@ -582,19 +595,12 @@ async def test_a_client_that_leaves_cancels_its_generations_at_once(
     app = http_app(dispatcher, smollm2_text())
     body = json.dumps(CHAT | {"stream": is_stream, "n": n}).encode()
     leave = asyncio.Event()
-    incoming: Iterator[Message] = iter([{"type": "http.request", "body": body, "more_body": False}])
-
-    async def receive() -> Message:
-        for message in incoming:
-            return message
-        await leave.wait()
-        return {"type": "http.disconnect"}
 
     async def send(message: Message) -> None:
         sent.append(message)
 
     sent: list[Message] = []
-    serving = asyncio.ensure_future(app(scope("/v1/chat/completions"), receive, send))
+    serving = asyncio.ensure_future(app(scope("/v1/chat/completions"), staying(body, leave), send))
     await asyncio.wait_for(dispatcher.until_stalled(n), timeout=5)
     leave.set()
     await asyncio.wait_for(serving, timeout=5)
@@ -610,14 +616,7 @@ async def test_a_client_that_takes_nothing_for_minutes_is_gone_but_not_one_that_
     dispatcher = answering()
     app = http_app(dispatcher, smollm2_text())
     body = json.dumps({"prompt": [5], "stream": True}).encode()
-    incoming: Iterator[Message] = iter([{"type": "http.request", "body": body, "more_body": False}])
     sent: list[bytes] = []
-
-    async def receive() -> Message:
-        for message in incoming:
-            return message
-        await asyncio.Event().wait()
-        raise AssertionError("unreachable")
 
     async def send(message: Message) -> None:
         if message["type"] == "http.response.body":
@@ -626,7 +625,7 @@ async def test_a_client_that_takes_nothing_for_minutes_is_gone_but_not_one_that_
             sent.append(message["body"])
 
     started = asyncio.get_running_loop().time()
-    await app(scope("/v1/completions"), receive, send)
+    await app(scope("/v1/completions"), staying(body, asyncio.Event()), send)
     is_gone = pause_s > 60
     assert (dispatcher.num_open, dispatcher.num_closed_early) == (0, is_gone)
     assert (asyncio.get_running_loop().time() - started <= 120) is is_gone

@@ -17,7 +17,7 @@ from router.generation import Generation
 from router.leaving import until_left
 from tests.fakes_dispatch import FakeDispatcher, http_app
 from tests.smollm2_text import smollm2_text
-from tests.unit.test_http import scope
+from tests.unit.test_http import scope, staying
 from tests.unit.test_router_grpc import channel, stub
 from wire.gen import generate_pb2 as pb
 
@@ -166,18 +166,11 @@ async def test_a_request_that_is_over_is_gone_at_once_with_its_prompt(
     app = http_app(dispatcher, smollm2_text())
     body = json.dumps(asked | {"stream": is_stream}).encode()
     leave = asyncio.Event()
-    incoming: Iterator[Message] = iter([{"type": "http.request", "body": body, "more_body": False}])
-
-    async def receive() -> Message:
-        for message in incoming:
-            return message
-        await leave.wait()
-        return {"type": "http.disconnect"}
 
     async def send(_: Message) -> None:
         pass
 
-    serving = asyncio.ensure_future(app(scope(path), receive, send))
+    serving = asyncio.ensure_future(app(scope(path), staying(body, leave), send))
     if case.startswith("left"):
         await asyncio.wait_for(dispatcher.until_stalled(asked.get("n", 1)), timeout=5)
         assert _generations()
