@@ -171,7 +171,8 @@ class Transport(Protocol):
         ...
 
     def connect(self, peer: Incarnation, offer: TransportOffer, *, copy_bytes: int | None = None) -> None:
-        """Both sides call it after Hello. Raises TransportError naming the field that does not fit.
+        """Both sides call it after Hello, the writer first: the receiver may dial it at once. Raises
+        TransportError naming the field that does not fit.
 
         copy_bytes: the leading bytes of every page that move, the same on both sides; the rest of the
         receiver's page stays as it is. None: whole pages, which must be of equal size.

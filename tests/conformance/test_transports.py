@@ -474,16 +474,22 @@ class Child:
     def __init__(self, bench: Bench, role: str, node: TransportNode) -> None:
         command = [sys.executable, "-m", "tests.fakes_transport", bench.kind, role]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdin is not None
         assert self._process.stdout is not None
         theirs = json.loads(self._process.stdout.readline())
         self.incarnation = Incarnation(theirs["incarnation"])
+        offer = TransportOffer(name=bench.kind, blob=bytes.fromhex(theirs["blob"]))
+        ends = [lambda: node.transport.connect(self.incarnation, offer), lambda: self._connect(node)]
+        for connect in ends if role == "receiver" else reversed(ends):
+            connect()  # the writer before the receiver, as after a Hello
+
+    def _connect(self, node: TransportNode) -> None:
+        """Let the child connect to `node`."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         ours = {"incarnation": node.incarnation, "blob": node.transport.offer().blob.hex()}
         self._process.stdin.write(json.dumps(ours) + "\n")
         self._process.stdin.flush()
         assert self._process.stdout.readline() == "connected\n"
-        offer = TransportOffer(name=bench.kind, blob=bytes.fromhex(theirs["blob"]))
-        node.transport.connect(self.incarnation, offer)
 
     def send(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
