@@ -135,7 +135,8 @@ class DecodeLoop:
     def _report(self, progress: Progress, now: float) -> None:
         request, tid = progress.request, tid_of(progress.request)
         if progress.error:
-            self._end(Failed(tid=tid, code=errors.BAD_LOGITS, retryable=False, reason=progress.error))
+            code = errors.NO_TOKEN if progress.is_all_forbidden else errors.BAD_LOGITS
+            self._end(Failed(tid=tid, code=code, retryable=False, reason=progress.error))
             return
         self._reports.advanced(progress)
         if progress.finish_reason is not None:

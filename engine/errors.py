@@ -12,3 +12,7 @@ class EngineError(Exception):
 class OutOfPages(EngineError):
     def __init__(self, *, wanted: int, available: int) -> None:
         super().__init__(f"{wanted} pages wanted, {available} available")
+
+
+ALL_FORBIDDEN = "no token is possible: all are forbidden"
+"""Why none can be drawn though the model's logits are numbers: grammar and bans left none."""

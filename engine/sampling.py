@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from engine.distribution import Filters, pick, weights
+from engine.errors import ALL_FORBIDDEN
 from engine.grammar import Words
 from engine.params import SamplingParams, TokenLogprob
 from engine.randomness import TARGET_STREAM, Coins, uniforms
@@ -211,7 +212,7 @@ def no_token_reason(scores_V: torch.Tensor) -> str:
     """Why nothing can be drawn from such scores."""
     if bool(scores_V.isnan().any()) or bool(scores_V.isposinf().any()):
         return "the model returned a NaN or infinite logit"
-    return "no token is possible: all are forbidden"
+    return ALL_FORBIDDEN
 
 
 def _scatter(target: list[int], indices: Sequence[int], values: Sequence[int]) -> None:

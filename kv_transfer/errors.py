@@ -25,6 +25,7 @@ PEER_LOST: Final = "peer_lost"  # or D never got a session to P
 INCOMPATIBLE: Final = "incompatible"  # the pair's Hellos differ
 OVERLOADED: Final = "overloaded"
 BAD_LOGITS: Final = "bad_logits"  # no token could be drawn, and none could on another node
+NO_TOKEN: Final = "no_token"  # the same, because the request itself forbids all
 PROTOCOL: Final = "protocol"  # an event that its state does not list
 
 RETRYABLE: Final = frozenset(
@@ -44,4 +45,4 @@ RETRYABLE: Final = frozenset(
         PROTOCOL,
     }
 )
-CODES: Final = RETRYABLE | {CANCELLED, DEADLINE, DUPLICATE, BAD_LOGITS}
+CODES: Final = RETRYABLE | {CANCELLED, DEADLINE, DUPLICATE, BAD_LOGITS, NO_TOKEN}

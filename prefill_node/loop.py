@@ -101,7 +101,7 @@ class PrefillLoop:
     def _advance(self, progress: Progress, now: float) -> None:
         tid = tid_of(progress.request)
         if progress.error:
-            self._prompts.fail(tid, progress.error, now=now)
+            self._prompts.fail(progress, now=now)
             return
         self._reports.advanced(progress)
         if not progress.tokens:

@@ -144,9 +144,10 @@ class OutgoingPrompts:
         """The request ended with its first token, and that is reported."""
         self._do(self._transfers.finished_early(tid, now=now))
 
-    def fail(self, tid: TransferId, reason: str, *, now: float) -> None:
+    def fail(self, progress: Progress, *, now: float) -> None:
         """No token could be drawn."""
-        self._do(self._transfers.fail(tid, code=errors.BAD_LOGITS, reason=reason, now=now))
+        code = errors.NO_TOKEN if progress.is_all_forbidden else errors.BAD_LOGITS
+        self._do(self._transfers.fail(tid_of(progress.request), code=code, reason=progress.error, now=now))
 
     # what is left to say
 

@@ -18,20 +18,20 @@ from router.errors import (
     DeadlineExceeded,
     NodeFailed,
     NodesBusy,
-    RequestRefused,
     RouterDraining,
     RouterError,
     TokenConflict,
 )
 from router.links import NodeLinks
 from router.pairs import PairBook
+from router.refusals import refused
 from router.requests import Delta, GenerateRequest, Outcome
 from router.routing import Routing
 from router.run import Run
 from router.stats import RouterStats
 from wire.logs import about
 from wire.tracing import NO_TRACES, Tracer
-from wire.work import BAD_GRAMMAR, TransferId
+from wire.work import TransferId
 
 __all__ = ["DispatchConfig", "Dispatcher"]
 
@@ -225,25 +225,13 @@ class Dispatcher:
             raise TokenConflict(detail)
         if broken.code in ("deadline", DeadlineExceeded.default_code):
             raise DeadlineExceeded(detail)
-        if not broken.is_retryable and broken.cause == "rejected":
-            raise _refused(run.request, broken)
         if not broken.is_retryable:
-            raise NodeFailed(detail)
+            raise refused(run.request, broken) or NodeFailed(detail)
         too_often = run.num_failures >= self._config.max_attempts
         if too_often or run.num_preemptions > self._config.max_preemptions:
             error = NodesBusy if broken.is_load else AttemptsExhausted
             message = f"given up after {run.num_attempts} attempts; last, {detail}"
             raise error(message, retry_after_s=self._config.retry_after_s)
-
-
-def _refused(request: GenerateRequest, broken: Broken) -> RequestRefused:
-    """A grammar that means nothing is told under the name its field has for the user."""
-    if broken.code != BAD_GRAMMAR or request.constraint is None:
-        return RequestRefused(broken.reason, code=broken.code)
-    field = request.constraint.field
-    return RequestRefused(
-        f"{field} cannot be used: {broken.reason.removeprefix('grammar: ')}", code=broken.code, param=field
-    )
 
 
 def _log_broken(run: Run, broken: Broken) -> None:

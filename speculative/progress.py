@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from engine.errors import ALL_FORBIDDEN
 from engine.params import TokenLogprob
 from engine.request import Request
 from speculative.budgets.budget import BudgetState
@@ -29,6 +30,11 @@ class Progress:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     error: str = ""
+
+    @property
+    def is_all_forbidden(self) -> bool:
+        """The error is that grammar and bans left no token to draw."""
+        return self.error == ALL_FORBIDDEN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

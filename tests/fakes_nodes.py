@@ -325,6 +325,8 @@ def a_request(*prompt_ids: int, max_tokens: int = 4, **fields: Any) -> GenerateR
         min_tokens=fields.pop("min_tokens", 0),
         stop_token_ids=fields.pop("stop_token_ids", ()),
         prompt_logprobs=fields.pop("prompt_logprobs", None),
+        allowed_token_ids=fields.pop("allowed_token_ids", ()),
+        banned_sequences=fields.pop("banned_sequences", ()),
     )
     return GenerateRequest(prompt_ids=prompt_ids or (1, 2, 3), sampling=sampling, **fields)
 

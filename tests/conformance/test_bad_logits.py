@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine.batch import ForwardBatch, ForwardOutput
+from engine.errors import ALL_FORBIDDEN
 from engine.linear import Linear
 from engine.models.config import ModelConfig
 from engine.models.model import Model
@@ -106,6 +107,22 @@ class WithoutNumbers(SpoiltModel):
     def forward(self, batch: ForwardBatch, pool: PagePool) -> ForwardOutput:
         output = super().forward(batch, pool)
         return replace(output, logits_RV=torch.full_like(output.logits_RV, float("nan")))
+
+
+@pytest.mark.parametrize(
+    ("banned", "ends"), [((3,), ("no_token", "no_token")), ((3, 3), ("handed_over", "no_token"))]
+)
+def test_a_request_that_forbids_every_token_is_told_apart_from_a_model_that_fails(
+    banned: tuple[int, ...], ends: tuple[str, str]
+) -> None:
+    """On the prefill node, or one token later on the decode node."""
+    pair = NodePair()
+    tid = pair.submit("r", prompt_of(20), allowed_token_ids=(3,), banned_sequences=(banned,))
+    pair.run()
+    assert pair.ends(tid) == ends
+    failures = [event for events in pair.events.values() for event in events if isinstance(event, Failed)]
+    assert all(failure.reason.endswith(ALL_FORBIDDEN) and not failure.retryable for failure in failures)
+    assert pair.is_at_rest()
 
 
 def test_both_nodes_of_a_pair_say_the_same_of_a_prompt_without_numbers() -> None:

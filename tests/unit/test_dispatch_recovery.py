@@ -1,6 +1,7 @@
 """What happens to a request when the attempt that serves it breaks."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -265,16 +266,55 @@ async def test_a_refused_grammar_is_told_under_the_name_its_field_has_for_the_us
         assert made.dispatcher.num_in_flight == 0
 
 
+CHOICE = Constraint(spec=GrammarSpec(kind="choice", choices=("a", "b")), field="guided_choice")
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "message"),
+    [
+        ({"constraint": CHOICE}, "guided_choice", "guided_choice must leave a token"),
+        (
+            {"constraint": CHOICE, "allowed_token_ids": (5,), "banned_sequences": ((5,),), "min_tokens": 1},
+            "guided_choice",
+            "guided_choice and allowed_token_ids and bad_words and min_tokens must leave a token",
+        ),
+        (
+            {"allowed_token_ids": (5,), "banned_sequences": ((5, 5),)},
+            "allowed_token_ids",
+            "allowed_token_ids and bad_words must leave a token",
+        ),
+    ],
+)
+@virtual
+async def test_fields_that_together_leave_no_token_are_a_refusal_that_names_them(
+    asked: dict[str, Any], param: str, message: str
+) -> None:
+    async with cluster("p1 d1 d2") as made, reading(made, a_request(**asked)) as reader:
+        made["d1"].emit(_failed(1, "no_token", retryable=False))
+        await settle()
+        assert isinstance(reader.error, RequestRefused)
+        assert (reader.error.http_status, reader.error.code, reader.error.param) == (400, "no_token", param)
+        assert reader.error.message == f"{message} to go on with, and left none"
+        assert made["d2"].submits == []
+
+
+@virtual
+async def test_no_token_for_a_request_that_forbids_nothing_is_the_node_s_fault() -> None:
+    async with cluster("p1 d1") as made, reading(made, a_request()) as reader:
+        made["d1"].emit(_failed(1, "no_token", retryable=False))
+        await settle()
+        assert isinstance(reader.error, NodeFailed)
+
+
 @virtual
 async def test_the_next_attempt_has_the_same_grammar_and_what_was_delivered() -> None:
-    constraint = Constraint(spec=GrammarSpec(kind="choice", choices=("a", "b")), field="guided_choice")
-    async with cluster("p1 d1") as made, reading(made, a_request(1, 2, constraint=constraint)):
+    async with cluster("p1 d1") as made, reading(made, a_request(1, 2, constraint=CHOICE)):
         made["p1"].emit(Tokens(tid=_tid(1), first_index=0, ids=(7,)))
         await settle()
         made["d1"].emit(Preempted(tid=_tid(1), next_index=1))
         await asyncio.sleep(1.0)
         first, second = made["d1"].submits
-        assert second.grammar == first.grammar == constraint.spec.to_text()
+        assert second.grammar == first.grammar == CHOICE.spec.to_text()
         assert (second.prompt_ids, second.num_prompt_tokens) == ((1, 2, 7), 2)
 
 

@@ -217,7 +217,7 @@ async def test_refused_requests_full_nodes_and_cancels_do_not_count_as_faults() 
 
 
 WANTED_OR_LOAD = ("cancelled", "duplicate", "peer_cancelled", "queue_timeout", "overloaded", "deadline")
-OF_THE_REQUEST = ("bad_logits",)
+OF_THE_REQUEST = ("bad_logits", "no_token")
 
 
 @pytest.mark.parametrize("code", sorted(errors.CODES))

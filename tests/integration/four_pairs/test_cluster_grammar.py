@@ -92,6 +92,17 @@ async def test_a_pattern_that_means_nothing_is_a_bad_request_under_its_name(four
     await four_pairs.settle()
 
 
+async def test_a_form_that_bans_leave_no_token_for_is_a_bad_request_under_its_name(
+    four_pairs: FourPairs,
+) -> None:
+    extra: Json = {"structured_outputs": {"choice": ["yes"]}, "allowed_token_ids": [0]}
+    async with client_of(four_pairs) as client:
+        with pytest.raises(BadRequestError) as caught:
+            await client.completions.create(model=ASK["model"], prompt="a", extra_body=extra)
+    assert (caught.value.param, caught.value.code) == ("structured_outputs.choice", "no_token")
+    await four_pairs.settle()
+
+
 async def test_a_tool_that_must_be_called_is_called_with_arguments_of_its_schema(
     four_pairs: FourPairs,
 ) -> None:
