@@ -3,7 +3,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -478,7 +478,10 @@ class Child:
         theirs = json.loads(self._process.stdout.readline())
         self.incarnation = Incarnation(theirs["incarnation"])
         offer = TransportOffer(name=bench.kind, blob=bytes.fromhex(theirs["blob"]))
-        ends = [lambda: node.transport.connect(self.incarnation, offer), lambda: self._connect(node)]
+        ends: list[Callable[[], None]] = [
+            lambda: node.transport.connect(self.incarnation, offer),
+            lambda: self._connect(node),
+        ]
         for connect in ends if role == "receiver" else reversed(ends):
             connect()  # the writer before the receiver, as after a Hello
 
