@@ -25,7 +25,10 @@
 Raised here and by the front ends; turned into status codes only by the front ends.
 """
 
-from typing import ClassVar
+from typing import ClassVar, Final
+
+_MAX_MESSAGE_BYTES: Final = 1000
+"""A message goes into a gRPC trailer, which clients take 8 KiB of, and may repeat what the user sent."""
 
 
 class RouterError(Exception):
@@ -44,11 +47,18 @@ class RouterError(Exception):
         code: str | None = None,
         retry_after_s: float | None = None,
     ) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = _cut(message)
+        super().__init__(self.message)
         self.param = param
         self.code = code if code is not None else self.default_code
         self.retry_after_s = retry_after_s
+
+
+def _cut(message: str) -> str:
+    data = message.encode("utf-8", "replace")
+    if len(data) <= _MAX_MESSAGE_BYTES:
+        return message
+    return data[: _MAX_MESSAGE_BYTES - 3].decode("utf-8", "ignore") + "..."
 
 
 class BadRequest(RouterError):

@@ -1,11 +1,10 @@
 """The gRPC front end: `Generation`, with the same powers as the HTTP one and through the same door.
 
-Owns status codes and the labels Abort knows. Must never know nodes.
+Owns the labels Abort knows. Must never know nodes.
 """
 
 import asyncio
 import logging
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,7 +30,8 @@ from router.grpc_convert import (
     unpack_template,
     unpack_tools,
 )
-from router.leaving import MAX_UNREAD_S, Sending, forget_frames, left_or_unread, until_left
+from router.grpc_errors import abort
+from router.leaving import MAX_UNREAD_S, Sending, left_or_unread, until_left
 from router.openai.chat_format import ChatFormat
 from router.openai.tools import NO_TOOLS, Tools
 from router.planning import Label, Plan, SamplingOptions, cut
@@ -84,18 +84,18 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
                 answer = self._answer(request, context, label=label, user=user, sending=sending)
                 await until_left(self._raise_when(aborted, sending, label), answer)
         except RouterError as error:
-            await _abort(context, error)
+            await abort(context, error)
         except grpc.aio.BaseError:
             raise
         except Exception:
             logger.exception("a request failed", extra=about(label))
-            await context.abort(grpc.StatusCode.INTERNAL, "internal error")
+            await abort(context, RouterError("internal error"))
 
     async def Abort(self, request: generate_pb2.AbortRequest, context: Any) -> generate_pb2.AbortResponse:
         try:
             user = self._user(context)
         except BadApiKey as error:
-            await _abort(context, error)
+            await abort(context, error)
         running = self._aborts.get((user.name, request.request_id), set())
         for aborted in running:
             aborted.set()
@@ -219,15 +219,3 @@ def _time_left(context: Any) -> float | None:
     if seconds is not None and seconds <= 0:
         raise DeadlineExceeded("the call's deadline has passed")
     return seconds
-
-
-async def _abort(context: Any, error: RouterError) -> Never:
-    """End the call with the error's status; its code and field go along as trailing metadata."""
-    forget_frames(error)
-    metadata = [("paceline-code", error.code)]
-    if error.param is not None and error.param.isascii():
-        metadata.append(("paceline-param", error.param))
-    if error.retry_after_s is not None:
-        metadata.append(("retry-after", str(max(1, math.ceil(error.retry_after_s)))))
-    await context.abort(grpc.StatusCode[error.grpc_status], error.message, tuple(metadata))
-    raise AssertionError("abort raises")

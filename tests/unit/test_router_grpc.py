@@ -5,8 +5,12 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_status import rpc_status
 
 from router.api_keys import ApiKeys, KeyEntry, digest
 from router.errors import NodesBusy
@@ -248,6 +252,47 @@ async def test_a_full_cluster_is_resource_exhausted_with_a_time_to_wait() -> Non
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     metadata = trailing(caught.value)
     assert (metadata["paceline-code"], metadata["retry-after"]) == ("nodes_busy", "2")
+
+
+def details_of(error: grpc.aio.AioRpcError) -> dict[str, Message]:
+    """As the official library finds them, by type."""
+    failed: Any = error  # has what the function needs of a call
+    status = rpc_status.from_call(failed)
+    assert status is not None
+    found: dict[str, Message] = {}
+    for packed in status.details:
+        kind = packed.TypeName().removeprefix("google.rpc.")
+        found[kind] = getattr(error_details_pb2, kind)()
+        assert packed.Unpack(found[kind])
+    return found
+
+
+async def test_the_details_of_a_failed_call_are_those_that_libraries_read() -> None:
+    busy = answering(error=NodesBusy("full", retry_after_s=1.2))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await ask(busy, pb.GenerateRequest(text="x"))
+    delay = Duration(seconds=2)
+    assert details_of(caught.value) == {
+        "ErrorInfo": error_details_pb2.ErrorInfo(reason="NODES_BUSY", domain="paceline"),
+        "RetryInfo": error_details_pb2.RetryInfo(retry_delay=delay),
+    }
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await ask(busy, pb.GenerateRequest(text="x", n=0))
+    violation = {"field": "n", "description": "n must be in [1, 128], got 0"}
+    assert details_of(caught.value) == {
+        "ErrorInfo": error_details_pb2.ErrorInfo(reason="INVALID_VALUE", domain="paceline"),
+        "BadRequest": error_details_pb2.BadRequest(field_violations=[violation]),
+    }
+
+
+@pytest.mark.parametrize("char", ["x", "é", "\n", "🇰"])
+async def test_an_error_that_repeats_much_of_the_request_still_arrives(char: str) -> None:
+    """A client takes 8 KiB of trailers in all, and sees another status where there are more."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await ask(answering(), pb.GenerateRequest(text="x", model=char * 20_000))
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    assert details_of(caught.value).keys() == {"ErrorInfo", "BadRequest"}
+    assert (caught.value.details() or "").startswith("model must be 'smol'")
 
 
 async def test_a_tenant_is_named_by_the_configured_metadata() -> None:

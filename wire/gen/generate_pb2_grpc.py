@@ -51,8 +51,9 @@ class GenerationServicer:
 
     def Generate(self, request, context):
         """Streams deltas; exactly one `finish_reason` per choice; `usage` and `speculation`, over all choices, on the
-        last message. The call's deadline is the request's. A failed call says why in its trailing metadata:
-        paceline-code, paceline-param and retry-after.
+        last message. The call's deadline is the request's. A failed call says why in google.rpc.Status details
+        (ErrorInfo, BadRequest, RetryInfo) and as text in its trailing metadata: paceline-code, paceline-param and
+        retry-after.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

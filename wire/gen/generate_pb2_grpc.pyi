@@ -33,8 +33,9 @@ class GenerationStub:
     def __new__(cls, channel: _aio.Channel) -> GenerationAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_generate_pb2.GenerateRequest, _generate_pb2.GenerateResponse]
     """Streams deltas; exactly one `finish_reason` per choice; `usage` and `speculation`, over all choices, on the
-    last message. The call's deadline is the request's. A failed call says why in its trailing metadata:
-    paceline-code, paceline-param and retry-after.
+    last message. The call's deadline is the request's. A failed call says why in google.rpc.Status details
+    (ErrorInfo, BadRequest, RetryInfo) and as text in its trailing metadata: paceline-code, paceline-param and
+    retry-after.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_generate_pb2.AbortRequest, _generate_pb2.AbortResponse]
     """Stops the caller's own requests with this id; unknown ids are not an error."""
@@ -44,8 +45,9 @@ class GenerationAsyncStub(GenerationStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_generate_pb2.GenerateRequest, _generate_pb2.GenerateResponse]  # type: ignore[assignment]
     """Streams deltas; exactly one `finish_reason` per choice; `usage` and `speculation`, over all choices, on the
-    last message. The call's deadline is the request's. A failed call says why in its trailing metadata:
-    paceline-code, paceline-param and retry-after.
+    last message. The call's deadline is the request's. A failed call says why in google.rpc.Status details
+    (ErrorInfo, BadRequest, RetryInfo) and as text in its trailing metadata: paceline-code, paceline-param and
+    retry-after.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_generate_pb2.AbortRequest, _generate_pb2.AbortResponse]  # type: ignore[assignment]
     """Stops the caller's own requests with this id; unknown ids are not an error."""
@@ -58,8 +60,9 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generate_pb2.GenerateResponse], _abc.AsyncIterator[_generate_pb2.GenerateResponse]]:
         """Streams deltas; exactly one `finish_reason` per choice; `usage` and `speculation`, over all choices, on the
-        last message. The call's deadline is the request's. A failed call says why in its trailing metadata:
-        paceline-code, paceline-param and retry-after.
+        last message. The call's deadline is the request's. A failed call says why in google.rpc.Status details
+        (ErrorInfo, BadRequest, RetryInfo) and as text in its trailing metadata: paceline-code, paceline-param and
+        retry-after.
         """
 
     @_abc_1.abstractmethod
