@@ -12,6 +12,7 @@ Shapes: `T` packed rows, `R` wanted rows, `E` hidden width, `V` vocabulary.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,21 +32,47 @@ from speculative.drafts.recurrent import RecurrentProposer
 from speculative.drafts.shape import TreeShape
 from speculative.proposer import DraftNeeds, Proposer
 
-# (tensor of the module) by the names of either layout; what is left belongs to the decoder layer.
-_OWN_NAMES: Mapping[str, str] = {
-    "enorm.weight": "embedding_norm",
-    "hnorm.weight": "hidden_norm",
-    "eh_proj.weight": "mix",
-    "shared_head.norm.weight": "norm",
-}
-_MTP_NAMES: Mapping[str, str] = {
-    "mtp.pre_fc_norm_embedding.weight": "0.embedding_norm",
-    "mtp.pre_fc_norm_hidden.weight": "0.hidden_norm",
-    "mtp.fc.weight": "0.mix",
-    "mtp.norm.weight": "0.norm",
-}
+# Copies of what the target has.
 _SHARED = re.compile(r"(^|\.)(embed_tokens\.weight|shared_head\.head\.weight|rotary_emb\.inv_freq)$")
-_LAYER = re.compile(r"^(?:model\.)?layers\.(\d+)\.(.+)$")
+_LAYER = re.compile(r"^(?:model\.)?layers\.(\d+)\.")
+# What makes a layer a module. In a module that lacks one of them the others tell that it is missing.
+_MARKS = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")
+_TARGET = re.compile(r"^(model\.|language_model\.)*(layers\.\d+|norm|lm_head)\.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleNames:
+    """What the checkpoint calls the tensors of one module; `layer` is the prefix of its decoder layer's.
+
+    norm_offset: what is added to every stored norm gain.
+    """
+
+    embedding_norm: str
+    hidden_norm: str
+    mix: str
+    norm: str
+    layer: str
+    norm_offset: float = 0.0
+
+
+_QWEN_NEXT = ModuleNames(
+    embedding_norm="mtp.pre_fc_norm_embedding.weight",
+    hidden_norm="mtp.pre_fc_norm_hidden.weight",
+    mix="mtp.fc.weight",
+    norm="mtp.norm.weight",
+    layer="mtp.layers.0.",
+    norm_offset=1.0,
+)
+
+
+def _deepseek(layer: str) -> ModuleNames:
+    return ModuleNames(
+        embedding_norm=f"{layer}enorm.weight",
+        hidden_norm=f"{layer}hnorm.weight",
+        mix=f"{layer}eh_proj.weight",
+        norm=f"{layer}shared_head.norm.weight",
+        layer=layer,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,15 +98,16 @@ class MtpDraft:
     def __init__(self, config: MtpConfig) -> None:
         self.shape: TreeShape = config
         stored = open_draft(config.draft, _rename)
-        self._is_gemma_norm = any(name.startswith("mtp.") for name in stored.tensors)
-        self._folder = _modules_of(stored)
+        self._modules = _modules_of(stored)
+        self._folder = _without_target(stored, self._modules)
         self._config = layer_config(stored.config)
-        self.num_modules = len({name.split(".")[0] for name in self._folder.tensors})
+        self.num_modules = len(self._modules)
+        _check_count(stored.config, self.num_modules)
         self.needs = DraftNeeds(
             draft_kv=(kv_spec(self._config, num_layers=self.num_modules),),
             prefill_identity="mtp",
             draft=stored.name,
-            draft_weights=self._folder.fingerprint(self._config, self._is_gemma_norm),
+            draft_weights=self._folder.fingerprint(self._config, self._modules),
         )
 
     def layer_ids(self, model: Model) -> tuple[int, ...]:
@@ -93,10 +121,9 @@ class MtpDraft:
         check_same("vocab_size", self._config.vocab_size, model.config.vocab_size)
         reader = self._folder.reader(dtype=model.dtype, device=model.device)
         rows = DraftRows(self._config, pool, dtype=model.dtype, device=model.device)
-        offset = 1.0 if self._is_gemma_norm else 0.0
         modules = [
-            MtpModule(reader, model, index=index, config=self._config, rows=rows, norm_offset=offset)
-            for index in range(self.num_modules)
+            MtpModule(reader, model, names, index=index, config=self._config, rows=rows)
+            for index, names in enumerate(self._modules)
         ]
         reader.finish()
         return modules
@@ -109,11 +136,11 @@ class MtpModule:
         self,
         reader: TensorReader,
         model: Model,
+        names: ModuleNames,
         *,
         index: int,
         config: ModelConfig,
         rows: DraftRows,
-        norm_offset: float,
     ) -> None:
         width = config.hidden_size
         self.hidden_size = width
@@ -122,11 +149,11 @@ class MtpModule:
         self._rows = rows
         self._index = index
         self._eps = config.rms_norm_eps
-        self._embedding_norm_E = reader.take(f"{index}.embedding_norm", (width,)) + norm_offset
-        self._hidden_norm_E = reader.take(f"{index}.hidden_norm", (width,)) + norm_offset
-        self._mix = Linear(reader.take(f"{index}.mix", (width, 2 * width)))
-        self._layer = read_layer(reader, f"{index}.layer.", config, norm_offset=norm_offset)
-        self._norm_E = reader.take(f"{index}.norm", (width,)) + norm_offset
+        self._embedding_norm_E = reader.take(names.embedding_norm, (width,)) + names.norm_offset
+        self._hidden_norm_E = reader.take(names.hidden_norm, (width,)) + names.norm_offset
+        self._mix = Linear(reader.take(names.mix, (width, 2 * width)))
+        self._layer = read_layer(reader, names.layer, config, norm_offset=names.norm_offset)
+        self._norm_E = reader.take(names.norm, (width,)) + names.norm_offset
 
     def fuse(self, captured: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """What the target's head reads: its last hidden after the final norm."""
@@ -162,33 +189,41 @@ def _rename(name: str) -> str | None:
     return None if _SHARED.search(name) else name
 
 
-def _modules_of(folder: DraftFolder) -> DraftFolder:
-    """The tensors of the modules as "index.tensor"; the target's own, where the folder has them, are left
-    out. Raises ValueError when there is no module."""
+def _modules_of(folder: DraftFolder) -> tuple[ModuleNames, ...]:
+    """Raises ValueError when the folder holds no module."""
     if any(name.startswith("mtp.") for name in folder.tensors):
-        named = {
-            _qwen_name(name): tensor for name, tensor in folder.tensors.items() if name.startswith("mtp.")
-        }
-    else:
-        named = _deepseek_modules(folder.tensors)
-    if not named:
+        return (_QWEN_NEXT,)
+    found = {match[0]: int(match[1]) for name in folder.tensors if (match := _LAYER.match(name))}
+    marked = [layer for layer in found if any(f"{layer}{mark}" in folder.tensors for mark in _MARKS)]
+    if not marked:
         raise ValueError(f"draft {folder.name}: the checkpoint lacks eh_proj.weight and mtp.fc.weight")
-    return replace(folder, tensors=named)
+    return tuple(_deepseek(layer) for layer in sorted(marked, key=lambda layer: found[layer]))
 
 
-def _qwen_name(name: str) -> str:
-    if name in _MTP_NAMES:
-        return _MTP_NAMES[name]
-    return name.replace("mtp.layers.0.", "0.layer.") if name.startswith("mtp.layers.0.") else f"0.{name}"
+def _without_target(folder: DraftFolder, modules: Sequence[ModuleNames]) -> DraftFolder:
+    """The folder may hold the target as well: its head, its norm, and its layers, all before the modules."""
+    first = _layer_number(modules[0].layer)
+    own = tuple(module.layer for module in modules)
+
+    def is_targets(name: str) -> bool:
+        if not _TARGET.match(name) or name.startswith(own):
+            return False
+        return first is None or (number := _layer_number(name)) is None or number < first
+
+    kept = {name: tensor for name, tensor in folder.tensors.items() if not is_targets(name)}
+    return replace(folder, tensors=kept)
 
 
-def _deepseek_modules(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Modules are the layers that mix; the target's layers, before them, do not."""
-    found = [(int(m[1]), m[2], name) for name in tensors if (m := _LAYER.match(name))]
-    layers = sorted({layer for layer, rest, _ in found if rest == "eh_proj.weight"})
-    index_of = {layer: index for index, layer in enumerate(layers)}
-    return {
-        f"{index_of[layer]}.{_OWN_NAMES.get(rest, f'layer.{rest}')}": tensors[name]
-        for layer, rest, name in found
-        if layer in index_of
-    }
+def _layer_number(name: str) -> int | None:
+    """None for what is no layer of a target's numbering."""
+    match = _LAYER.match(name)
+    return int(match[1]) if match else None
+
+
+def _check_count(config: Mapping[str, Any], num_modules: int) -> None:
+    wanted = config.get("num_nextn_predict_layers")
+    if wanted is not None and wanted != num_modules:
+        raise ValueError(
+            f"num_nextn_predict_layers must be the number of modules in the checkpoint, {num_modules},"
+            f" got {wanted!r}"
+        )

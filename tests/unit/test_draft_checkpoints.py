@@ -24,6 +24,7 @@ from tests.tiny_drafts import (
     WIDTH,
     Random,
     Tensors,
+    as_qwen_next,
     as_speculators,
     deepseek_tensors,
     draft_ids,
@@ -355,12 +356,6 @@ def test_an_eagle3_folder_that_cannot_draft_is_refused_by_name(tmp_path: Path, c
         ),
         ("eagle", eagle3_tensors(), {}, r"fc.weight must have shape \(64, 128\)"),
         ("mtp", eagle_tensors(), {}, "lacks eh_proj.weight and mtp.fc.weight"),
-        (
-            "mtp",
-            {name: tensor for name, tensor in deepseek_tensors().items() if "hnorm" not in name},
-            {},
-            "lacks 0.hidden_norm",
-        ),
     ],
 )
 def test_other_heads_that_cannot_draft_are_refused_by_name(
@@ -369,6 +364,59 @@ def test_other_heads_that_cannot_draft_are_refused_by_name(
     folder = save_draft(tmp_path / "draft", {**CONFIG, **fields}, tensors)
     with pytest.raises(ValueError, match=message):
         bound(algorithm, folder)
+
+
+MODULES: dict[str, tuple[str, int, Callable[[dict[str, Any], Tensors], None], str]] = {
+    "missing norm": ("deepseek", 1, drop("model.layers.3.hnorm.weight"), "lacks model.layers.3.hnorm.weight"),
+    "missing mix": ("deepseek", 3, drop("model.layers.4.eh_proj.weight"), "lacks model.layers.4.eh_proj"),
+    "last mix missing": (
+        "deepseek",
+        3,
+        drop("model.layers.5.eh_proj.weight"),
+        "lacks model.layers.5.eh_proj",
+    ),
+    "fewer modules than said": (
+        "deepseek",
+        2,
+        say(num_nextn_predict_layers=3),
+        "num_nextn_predict_layers must be the number of modules in the checkpoint, 2, got 3",
+    ),
+    "unused tensor": (
+        "deepseek",
+        1,
+        put("fc.weight", torch.zeros(2)),
+        r"nothing uses, first \['fc.weight'\]",
+    ),
+    "layer after the module": (
+        "deepseek",
+        1,
+        put("model.layers.4.mlp.up_proj.weight", torch.zeros(2)),
+        r"nothing uses, first \['model.layers.4.mlp.up_proj.weight'\]",
+    ),
+    "unused beside mtp": (
+        "qwen",
+        1,
+        put("fc.weight", torch.zeros(2)),
+        r"nothing uses, first \['fc.weight'\]",
+    ),
+    "unused in mtp": ("qwen", 1, put("mtp.fc2.weight", torch.zeros(2)), r"first \['mtp.fc2.weight'\]"),
+    "mtp norm missing": ("qwen", 1, drop("mtp.norm.weight"), "lacks mtp.norm.weight"),
+    "mtp mix missing": ("qwen", 1, drop("mtp.fc.weight"), "lacks mtp.fc.weight"),
+}
+
+
+@pytest.mark.parametrize("case", MODULES)
+def test_modules_that_cannot_all_draft_are_refused_by_name(tmp_path: Path, case: str) -> None:
+    """Also in a folder that holds the target, whose tensors are nobody's concern."""
+    layout, num_modules, change, message = MODULES[case]
+    tensors = deepseek_tensors(num_modules=num_modules)
+    tensors = as_qwen_next(tensors) if layout == "qwen" else tensors
+    tensors |= {"model.norm.weight": torch.ones(WIDTH), **Random(4).layer("model.layers.0.")}
+    config: dict[str, Any] = dict(CONFIG)
+    assert bound("mtp", save_draft(tmp_path / "good", config, tensors)).needs.draft == "good"
+    change(config, tensors)
+    with pytest.raises(ValueError, match=message):
+        bound("mtp", save_draft(tmp_path / "bad", config, tensors))
 
 
 @pytest.mark.parametrize(
