@@ -9,11 +9,9 @@ page that others may share is never without the draft's KV.
 """
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -31,16 +29,16 @@ from speculative.drafts.chain_draws import ChainDraws
 from speculative.drafts.config import check_same
 from speculative.drafts.layer import POOL, kv_spec
 from speculative.drafts.reach import within_reach
+from speculative.drafts.same_tokens import check_same_tokens
 from speculative.proposer import Advance, DraftNeeds, Proposal, Seed
 
-_TOKENIZER_FILE = "tokenizer.json"
 _FINGERPRINT_SAMPLES = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StandaloneConfig:
     """draft: model folder or .gguf file. num_steps, num_draft_tokens: length of the chain, the smaller
-    counts. target: the target's folder, whose tokenizer must be the draft's; empty: not compared."""
+    counts. target: the target's folder or file, whose tokens must be the draft's; empty: not compared."""
 
     draft: str
     num_steps: int = 4
@@ -66,7 +64,8 @@ class StandaloneProposer:
         source = open_checkpoint(Path(config.draft))
         self._draft_config: ModelConfig = source.config()
         check_names(source, self._draft_config)
-        check_same_tokens(Path(config.draft), Path(config.target))
+        if config.target:
+            check_same_tokens(Path(config.draft), Path(config.target))
         self.needs = DraftNeeds(
             max_draft_tokens=config.chain_len,
             num_scratch_slots=config.chain_len,
@@ -168,28 +167,6 @@ class StandaloneProposer:
 def _proposal(chain: Sequence[int], draws: ChainDraws | None, request: Request) -> Proposal:
     q_KV = draws.q_KV(request, len(chain)) if draws is not None else None
     return Proposal(token_ids=tuple(chain), parents=tuple(range(len(chain))), q_KV=q_KV)
-
-
-def check_same_tokens(draft: Path, target: Path) -> None:
-    """Where both folders have a tokenizer, every id must mean the same. Raises ValueError naming one that
-    does not."""
-    files = [folder / _TOKENIZER_FILE for folder in (draft, target)]
-    if not all(file.is_file() for file in files):
-        return
-    ours, theirs = (_token_ids(json.loads(file.read_text())) for file in files)
-    for token in sorted(set(ours.items()) ^ set(theirs.items())):
-        name = token[0]
-        raise ValueError(
-            f"{_TOKENIZER_FILE} of the draft must be the target's:"
-            f" token {name!r} has id {ours.get(name)}, the target's is {theirs.get(name)}"
-        )
-
-
-def _token_ids(tokenizer: Mapping[str, Any]) -> dict[str, int]:
-    vocab = tokenizer["model"]["vocab"]
-    pairs = vocab.items() if isinstance(vocab, dict) else ((entry[0], i) for i, entry in enumerate(vocab))
-    added = ((token["content"], token["id"]) for token in tokenizer.get("added_tokens") or ())
-    return {**dict(pairs), **dict(added)}
 
 
 def _fingerprint(source: TensorSource, config: ModelConfig) -> str:

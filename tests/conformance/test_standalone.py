@@ -12,9 +12,11 @@ from safetensors.torch import load_file, save_file
 from engine.batch import ForwardBatch, Span
 from engine.layout import PoolSpec
 from engine.loaders import load_model
+from engine.loaders.convert import convert_gguf
 from engine.pool import PagePool
+from speculative.drafts.same_tokens import check_same_tokens
 from speculative.registry import create_proposer
-from speculative.standalone import StandaloneConfig, StandaloneProposer, check_same_tokens
+from speculative.standalone import StandaloneConfig, StandaloneProposer
 from tests.conformance.test_loop import SAMPLINGS, prompt_of
 from tests.draft_claims import (
     check_continued_text,
@@ -240,6 +242,30 @@ def test_a_draft_with_another_tokenizer_is_refused_where_the_target_is_known(tmp
     with pytest.raises(ValueError, match="of the draft must be the target's: token"):
         create_proposer("standalone", {"draft": str(folder), "target": str(target)})
     assert create_proposer("standalone", {"draft": str(folder)}).needs.max_draft_tokens == 4
+
+
+def test_tokens_are_compared_whatever_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A GGUF file is compared with its folder and another file by what every id says; without a tokenizer
+    nothing can be, and that is said."""
+    gguf = write_tiny_gguf(tmp_path / "tiny.gguf", with_tokenizer=True)
+    folder = convert_gguf(gguf, tmp_path / "folder")
+    text = (folder / "tokenizer.json").read_text()
+    content = json.loads(text)
+    vocab = content["model"]["vocab"]
+    first, second = sorted(vocab, key=vocab.__getitem__)[70:72]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    swapped = save_tiny("llama", tmp_path / "swapped")
+    (swapped / "tokenizer.json").write_text(json.dumps(content))
+    for draft, target in ((gguf, folder), (folder, gguf), (gguf, gguf)):
+        create_proposer("standalone", {"draft": str(draft), "target": str(target)})
+    assert caplog.messages == []
+    for draft, target in ((gguf, swapped), (swapped, gguf)):
+        with pytest.raises(ValueError, match="the tokens of the draft must be the target's: id 70 is b"):
+            create_proposer("standalone", {"draft": str(draft), "target": str(target)})
+    bare = standalone_folder("same")
+    create_proposer("standalone", {"draft": str(gguf), "target": str(bare)})
+    missing = f"model folder lacks {bare / 'tokenizer.json'}"
+    assert caplog.messages == [f"the tokens of draft and target are not compared: {missing}"]
 
 
 @pytest.mark.parametrize(
