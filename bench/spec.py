@@ -6,7 +6,7 @@ before the next one, every time beginning with another: a machine that gets slow
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -145,28 +145,18 @@ def answer(engine: BuiltEngine, prompt_ids: tuple[int, ...], max_tokens: int, cl
     while not request.is_prompt_done:
         engine.loop.step()
     prefilled, forward_s = time.perf_counter(), clock.seconds
-    accepted_before = list(engine.loop.counters.accepted_at)
     rounds: list[Progress] = []
     while engine.loop.requests():
         rounds += engine.loop.step().progress
     ended = time.perf_counter()
-    correct = sum(engine.loop.counters.accepted_at) - sum(accepted_before)
     return Answer(
         tokens=tuple(request.tokens[len(prompt_ids) :]),
-        accepted=tuple(_correct_drafts(rounds, correct)),
+        accepted=tuple(progress.num_accepted for progress in rounds),
         drafted=sum(progress.num_drafted for progress in rounds),
         prefill_s=prefilled - started,
         decode_s=ended - prefilled,
         forward_s=clock.seconds - forward_s,
     )
-
-
-def _correct_drafts(rounds: Sequence[Progress], total: int) -> Iterable[int]:
-    """What each round accepted; only in the last one an ending may have cut what was correct."""
-    seen = [progress.num_accepted for progress in rounds]
-    if seen:
-        seen[-1] = total - sum(seen[:-1])
-    return seen
 
 
 def _write(path: Path, report: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ PALETTE = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860")
 class Answer:
     """One prompt answered. The first token comes of the prompt; the rounds give the others.
 
-    accepted: correct drafts of each round, before an ending cuts it. drafted: tokens proposed in all.
+    accepted: drafts that each round emitted. drafted: tokens proposed in all.
     decode_s: wall time of the rounds; forward_s: the part of it inside the two models.
     """
 

@@ -51,10 +51,8 @@ def commit_round(
         for depth, node in enumerate(accepted.nodes)
         if node != depth
     ]
-    counters.count_round(
-        num_drafted=len(part.span.token_ids) - 1, num_correct_drafts=accepted.num_correct_drafts
-    )
     part.progress = _emit(part, verdict, state, counters)
+    counters.count_round(num_drafted=len(part.span.token_ids) - 1, num_accepted=part.progress.num_accepted)
     request.num_committed = len(request.tokens) - 1
     part.advance = Advance(
         request=request,

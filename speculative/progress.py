@@ -63,12 +63,12 @@ class LoopCounters:
     is_simulated: bool = False  # drafts stand whatever the target says
     accepted_at: list[int] = field(default_factory=list)  # [i]: rounds that accepted more than i drafts
 
-    def count_round(self, *, num_drafted: int, num_correct_drafts: int) -> None:
+    def count_round(self, *, num_drafted: int, num_accepted: int) -> None:
         self.rounds += 1
         self.drafted_rounds += num_drafted > 0
         self.drafted += num_drafted
-        self.accepted += num_correct_drafts
-        for position in range(num_correct_drafts):
+        self.accepted += num_accepted
+        for position in range(num_accepted):
             self.accepted_at[position] += 1
 
     def as_dict(self) -> dict[str, float]:

@@ -89,8 +89,12 @@ def check_stop(make: Make, index: int) -> None:
     first = whole.index(whole[index])
     request = make_request("r", prompt_of(20), max_tokens=24, stop_token_ids=(whole[index],))
     engine = make_engine(make())
-    assert tuple(tokens_of(run(engine, [request])["r"])) == whole[: first + 1]
+    history = run(engine, [request])["r"]
+    assert tuple(tokens_of(history)) == whole[: first + 1]
     assert engine.counters.output_tokens == first + 1
+    # Drafts after the stop stood for nothing.
+    assert sum(engine.counters.accepted_at) == engine.counters.accepted
+    assert engine.counters.accepted == sum(progress.num_accepted for progress in history) <= first
 
 
 def check_release(make: Make, steps: int) -> None:
