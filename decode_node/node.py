@@ -22,7 +22,7 @@ async def run(config: DecodeConfig) -> None:
         facts,
         Role(
             build_core=lambda parts: core_of(built, parts),
-            wants=lambda record: record.role == "prefill" and record.model == facts.model_name,
+            wants=lambda record: record.role == "prefill",
             may_write=lambda _, tid, page_ids: built.loop.cache.holds_lease(tid, page_ids),
             allow_seedless=config.letting_in.allow_seedless,
         ),

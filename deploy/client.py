@@ -14,6 +14,7 @@ import httpx
 from deploy.errors import GatewayError
 
 DEBUG_HEADER = "x-paceline-debug"
+_THIS_HOST = frozenset({"localhost", "127.0.0.1", "::1"})
 _PER_CHUNK = frozenset({"accepted", "accepted_chars", "ids"})
 
 
@@ -51,15 +52,17 @@ class Answer:
 
 
 class ChatClient:
-    """Talks to one gateway. Close it when done."""
+    """Talks to one gateway, named with or without the /v1 of its API. Close it when done."""
 
     def __init__(
         self, url: str, *, api_key: str = "", clock: Callable[[], float] = time.perf_counter
     ) -> None:
+        base = httpx.URL(url.rstrip("/").removesuffix("/v1"))
         self._http = httpx.AsyncClient(
-            base_url=url.rstrip("/"),
+            base_url=base,
             timeout=httpx.Timeout(600.0, connect=5.0),
             headers={"authorization": f"Bearer {api_key}"} if api_key else {},
+            trust_env=base.host not in _THIS_HOST,  # no proxy leads here
         )
         self._clock = clock
 

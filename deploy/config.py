@@ -3,6 +3,7 @@
 Same rule as for the processes: one field = one flag = one environment variable = one key in the file.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -65,12 +66,15 @@ class UpConfig:
         for name, value, least in (
             ("prefill", self.prefill, 0),
             ("decode", self.decode, 1),
-            ("port", self.port, 0),
-            ("grpc_port", self.grpc_port, 0),
             ("threads", self.threads, 0),
         ):
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value!r}")
+        for name, port in (("port", self.port), ("grpc_port", self.grpc_port)):
+            if not 0 <= port < 65536:
+                raise ValueError(f"{name} must be in [0, 65535], got {port!r}")
+        if not 0 < self.ready_timeout_s < math.inf:
+            raise ValueError(f"ready_timeout_s must be a positive number, got {self.ready_timeout_s!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +82,7 @@ class ChatConfig:
     """One chat with a running gateway."""
 
     url: str = "http://127.0.0.1:8000"
-    """Base URL of the gateway."""
+    """Base URL of the gateway, with or without /v1."""
 
     api_key: str = field(default="", repr=False)
     """API key, where the gateway asks for one; better in the environment."""

@@ -4,6 +4,7 @@ DeployError
 ├── ProcessDied       a process of the local cluster ended when it should not have
 ├── NotReady          the cluster did not become ready in time
 ├── ModelNotFound     no such model folder, file or package
+├── PortTaken         somebody else listens at the port, or nobody may
 └── GatewayError      a gateway answered with an error, or not at all
 """
 
@@ -21,6 +22,10 @@ class NotReady(DeployError):
 
 
 class ModelNotFound(DeployError):
+    pass
+
+
+class PortTaken(DeployError):
     pass
 
 

@@ -18,7 +18,7 @@ import httpx
 from deploy import models
 from deploy.config import UpConfig
 from deploy.errors import DeployError, NotReady
-from deploy.ports import free_port
+from deploy.ports import check_free, free_port
 from deploy.processes import Child, Command, cores
 from deploy.threads import thread_environment
 
@@ -49,14 +49,17 @@ class Cluster:
 async def local_cluster(
     config: UpConfig, *, file: Path | None = None, report: Report = print
 ) -> AsyncIterator[Cluster]:
-    """Start it, wait until /ready, yield it, stop it. Raises ProcessDied, NotReady, ModelNotFound."""
+    """Start it, wait until /ready, yield it, stop it. Raises DeployError, ValueError."""
     model = models.resolve(config.model, report=report)
     log_dir = _folder(config.log_dir)
     report(f"logs: {log_dir}")
+    tokenizer = models.tokenizer_of(model, log_dir, report=report)
     port, grpc_port = config.port or free_port(), config.grpc_port or free_port()
+    for taken in (port, grpc_port):
+        check_free(config.host, taken)  # else another cluster's /ready would be taken for ours
     registry_port = free_port()
     registry = config.registry or f"redis://127.0.0.1:{registry_port}/0"
-    commands = _Commands(config=config, model=model, registry_url=registry, file=file)
+    commands = _Commands(config=config, model=model, tokenizer=tokenizer, registry_url=registry, file=file)
     children: list[Child] = []
     try:
         for command in (
@@ -86,6 +89,7 @@ class _Commands:
 
     config: UpConfig
     model: Path
+    tokenizer: Path  # or the model again: where the router reads
     registry_url: str
     file: Path | None
 
@@ -106,7 +110,7 @@ class _Commands:
             "--port": f"{port}",
             "--grpc-port": f"{grpc_port}",
             "--registry": self.registry_url,
-            "--model": f"{self.model}",
+            "--model": f"{self.tokenizer}",
             "--min-prefill": f"{self.config.prefill}",
             "--min-decode": f"{self.config.decode}",
         }

@@ -33,6 +33,16 @@ def resolve(model: str, *, report: Report = print) -> Path:
     return path.resolve()
 
 
+def tokenizer_of(model: Path, folder: Path, *, report: Report = print) -> Path:
+    """What a router is given for this model: itself, or a folder made in `folder` for a lone .gguf file."""
+    if model.is_dir() or (model.parent / "tokenizer.json").is_file():
+        return model
+    from engine.loaders.convert import convert_tokenizer
+
+    report(f"reading the tokenizer of {model.name}")
+    return convert_tokenizer(model, folder / model.stem)
+
+
 def bundled(*, report: Report = print) -> Path:
     """Folder of SmolLM2-135M-Instruct in the user's cache, converted from the GGUF in its pip package."""
     folder = cache_dir() / f"{BUNDLED_NAME}-v{FORMAT}" / BUNDLED_NAME

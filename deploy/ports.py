@@ -9,6 +9,8 @@ import os
 import socket
 from collections.abc import Iterator
 
+from deploy.errors import PortTaken
+
 # Below what Linux and macOS hand to outgoing connections: none of those can take a port between its
 # choice and its use, nor while the process that had it is started again.
 FIRST_PORT, NUM_PORTS, NUM_SLICES = 10_000, 400, 50
@@ -28,6 +30,20 @@ def free_port() -> int:
                 continue
             return port
     raise OSError(f"no free port among the {NUM_PORTS} from {_first_port()}")
+
+
+def check_free(host: str, port: int) -> None:
+    """Raises PortTaken when this host cannot listen there."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what just closed is no obstacle
+            probe.bind(address)
+            probe.listen()
+    except OSError as error:
+        raise PortTaken(f"cannot listen on {host}:{port}: {error.strerror}") from error
 
 
 def _first_port() -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from deploy.config import UpConfig
 from deploy.local import Cluster, local_cluster
+from wire.model_name import model_name
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -47,7 +48,7 @@ def where(cluster: Cluster) -> str:
     """The URLs, and a request to copy."""
     body = json.dumps(
         {
-            "model": cluster.model.name,
+            "model": model_name(f"{cluster.model}"),
             "messages": [{"role": "user", "content": "Why is the sky blue?"}],
             "max_tokens": 64,
             "stream": True,

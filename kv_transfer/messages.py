@@ -5,7 +5,8 @@ Page ranges are half-open, in pages of the request: page i holds tokens [i*page_
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 from engine.layout import KvLayout
 from engine.params import TokenLogprob
@@ -62,6 +63,10 @@ class Refused:
 
     def __str__(self) -> str:
         return f"{self.field}: {self.ours!r} here, {self.theirs!r} there"
+
+    def seen_from_peer(self) -> Self:
+        """The same, as the other side says it."""
+        return replace(self, ours=self.theirs, theirs=self.ours)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

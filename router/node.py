@@ -50,6 +50,7 @@ from router.text.parsers.catalogue import answer_format
 from wire.channel import Connector
 from wire.grpc_client import GrpcConnector
 from wire.loop_lag import LoopLag
+from wire.model_name import model_name
 from wire.registry import RedisRegistry
 from wire.registry_view import RegistryView
 from wire.security import Trust
@@ -126,7 +127,7 @@ class Router:
             tracer=tracer,
         )
         self._served = ServedModel(
-            alias=config.served_model_name, folder_name=_folder(config).name, text=text, nodes=nodes
+            alias=config.served_model_name, default=model_name(config.model), text=text, nodes=nodes
         )
         self._door = FrontDoor(
             self.dispatcher,

@@ -123,7 +123,7 @@ class PairBook:
             return
         if broken.is_refusal:
             self._stop(entry)
-            self._set(entry, "refused", broken.reason)
+            self._set(entry, "refused", _refusal(broken))
         elif broken.is_node_fault:
             now = asyncio.get_running_loop().time()
             if now >= entry.incident_until:
@@ -190,7 +190,7 @@ class PairBook:
             Route(prefill=prefill, decode=decode)
             for prefill in prefills
             for decode in records
-            if decode.role == "decode" and (prefill is None or prefill.model == decode.model)
+            if decode.role == "decode"
         ]
 
     def _idle_reason(self, route: Route) -> tuple[str, str] | None:
@@ -232,7 +232,7 @@ class PairBook:
                 self._set(entry, "ready", _caveat(end))
                 await entry.is_suspect.wait()
             elif end.is_refusal:
-                self._set(entry, "refused", end.reason)
+                self._set(entry, "refused", _refusal(end))
                 return
             else:
                 self._set(entry, "failed", end.reason)
@@ -270,6 +270,11 @@ class PairBook:
             attempt.close()
         self._stats.canary("ok" if isinstance(end, Done) else "failed")
         return end
+
+
+def _refusal(broken: Broken) -> str:
+    """Who says so goes first: that is where its `here` is."""
+    return f"{broken.blamed.address}: {broken.reason}"
 
 
 def _caveat(end: Done) -> str:

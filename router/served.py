@@ -22,19 +22,19 @@ class Records(Protocol):
 class ServedModel:
     """One router serves one model: the one whose tokenizer it holds."""
 
-    def __init__(self, *, alias: str, folder_name: str, text: ModelText, nodes: Records) -> None:
+    def __init__(self, *, alias: str, default: str, text: ModelText, nodes: Records) -> None:
         self._alias = alias
-        self._folder_name = folder_name
+        self._default = default
         self._text = text
         self._nodes = nodes
 
     @property
     def name(self) -> str:
-        """The configured name, else the one all nodes agree on, else the folder's."""
+        """The configured name, else the one all nodes agree on, else that of the router's own model."""
         if self._alias:
             return self._alias
         models = {record.model for record in self._nodes.records}
-        return models.pop() if len(models) == 1 else self._folder_name
+        return models.pop() if len(models) == 1 else self._default
 
     def facts(self, model: str | None) -> ModelFacts:
         """Facts of the model a request asks for; None asks for whatever is served. Raises ModelNotFound."""

@@ -1,6 +1,7 @@
 """Fixtures every folder of tests may use, and how property tests run."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ def root() -> Path:
 
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A developer's PACELINE_* variables must not change what a test sees."""
-    for name in [name for name in os.environ if name.startswith("PACELINE_")]:
+    """A developer's PACELINE_* variables and proxies must not change what a test sees."""
+    is_meant = re.compile("PACELINE_.*|.*_proxy", re.IGNORECASE).fullmatch
+    for name in filter(is_meant, list(os.environ)):
         monkeypatch.delenv(name)

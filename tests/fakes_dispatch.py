@@ -222,7 +222,7 @@ def front_door(dispatcher: Generates, text: ModelText, *, node: NodeRecord | Non
     return FrontDoor(
         dispatcher,
         text=text,
-        served=ServedModel(alias="", folder_name="x", text=text, nodes=FakeRecords((node or record(),))),
+        served=ServedModel(alias="", default="x", text=text, nodes=FakeRecords((node or record(),))),
         planner=Planner(mint_seed=lambda: next(seeds)),
         clock=lambda: 0.0,
     )

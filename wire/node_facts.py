@@ -4,7 +4,6 @@ Owns the mapping from settings and facts to those values. Must never know a conn
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from engine.admission import EngineLimits
 from engine.facts import EngineFacts
@@ -13,6 +12,7 @@ from kv_transfer.ids import Incarnation
 from kv_transfer.messages import Hello, SemanticIdentity, TransportOffer
 from kv_transfer.transport import PoolMemory
 from speculative.settings import EngineSettings
+from wire.model_name import model_name
 from wire.node_config import NodeConfig, advertised_metrics, draft_options
 from wire.records import NodeRecord
 
@@ -53,7 +53,7 @@ def engine_settings(config: NodeConfig, *, reserve_tokens: int, is_prefill_only:
 
 def facts_of(role: str, config: NodeConfig, engine: EngineFacts) -> NodeFacts:
     """What peers, routers and the registry are told about an engine."""
-    name = config.served_model_name or Path(config.model).stem
+    name = config.served_model_name or model_name(config.model)
     return NodeFacts(
         role=role,
         model_name=name,

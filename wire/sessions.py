@@ -87,14 +87,14 @@ class Sessions:
             self._leave(hello.incarnation, session)
 
     async def open(self, channel: Channel, *, hello: Hello, expected: Incarnation) -> Refused | None:
-        """Run a session that we opened, to its end; `hello` is ours. Returns the refusal of either side.
+        """Run a session that we opened, to its end; `hello` is ours. Returns either side's refusal, as ours.
 
         Raises ChannelClosed when another incarnation than `expected` answers: its own record will follow.
         """
         await channel.send(hello)
         reply = await receive_within(channel, self._handshake_timeout_s)
         if isinstance(reply, Refused):
-            return reply
+            return reply.seen_from_peer()
         if not isinstance(reply, Hello) or reply.incarnation != expected:
             raise ChannelClosed(f"{channel.peer} is not incarnation {expected}")
         session = await self._enter(reply, sends_hello=False)

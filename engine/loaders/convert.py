@@ -41,6 +41,15 @@ def convert_gguf(gguf_path: str | Path, folder: str | Path, *, progress: Progres
     return partial.rename(target)
 
 
+def convert_tokenizer(gguf_path: Path, folder: Path) -> Path:
+    """Write what a folder says of text, not the weights, to `folder`; return it. Raises UnsupportedModel."""
+    source = GgufFile(gguf_path)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_configs(source, folder)
+    _write_tokenizer(source, gguf_path, folder)
+    return folder
+
+
 def _silent(done: int, total: int) -> None:
     """Progress nobody watches."""
 

@@ -50,7 +50,10 @@ class Tokenizer:
         """
         path = folder / "tokenizer.json"
         if not path.is_file():
-            raise ValueError(f"model folder must hold a tokenizer.json, got {str(folder)!r}")
+            raise ValueError(
+                f"model folder must hold a tokenizer.json, got {str(folder)!r}; "
+                "`paceline convert FILE.gguf FOLDER` makes one of a .gguf file"
+            )
         backend = tokenizers.Tokenizer.from_file(str(path))
         names = _special_tokens(read_json(folder / "tokenizer_config.json"))
         eos = _eos_ids(read_json(folder / "generation_config.json"))

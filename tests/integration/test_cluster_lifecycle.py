@@ -53,19 +53,28 @@ async def test_roles_start_in_any_order_and_a_pair_that_differs_is_named_and_nev
         await says(router, 503, [])
         await cluster.node("d", "decode", **NODE)
         await says(router, 503, [])
-        await cluster.node("small-pages", "prefill", page_size=8, **NODE)
-        (pair,) = await says(router, 503, ["refused"])
-        assert "page_size: '8'" in pair["reason"]
-        assert "'16'" in pair["reason"]
+        others: dict[str, tuple[Json, str]] = {
+            "page_size": ({"page_size": 8}, "page_size: '8' here, '16' there"),
+            "dtype": ({"dtype": "bfloat16"}, "dtype: 'bfloat16' here, 'float32' there"),
+            "model": ({"served_model_name": "other"}, "model: 'other' here, 'tiny-0.1' there"),
+        }
+        differing = await asyncio.gather(
+            *(cluster.node(name, "prefill", **NODE | options) for name, (options, _) in others.items())
+        )
+        pairs = await says(router, 503, ["refused"] * 3)
+        assert {pair["prefill"]: pair["reason"] for pair in pairs} == {
+            node.address: f"{node.address}: refused at handshake: {others[node.name][1]}"
+            for node in differing
+        }
         refused = await router.http.post("/v1/completions", json={"prompt": "hi", "max_tokens": 1})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_ready_pair")
         fitting = await cluster.node("p", "prefill", **NODE)
-        await says(router, 200, ["ready", "refused"])
+        await says(router, 200, ["ready", *["refused"] * 3])
         for seed in range(4):
             answer = await router.complete(prompt=prompt(20, seed=seed), max_tokens=3, **GREEDY)
             assert answer["paceline"]["prefill"] == fitting.address
         await cluster.settle()
-        await cluster.end("small-pages")
+        await asyncio.gather(*(cluster.end(node.name) for node in differing))
         await says(router, 200, ["ready"])
 
 

@@ -24,7 +24,7 @@ def tiny_text_folder() -> Path:
     """Its layers are many enough for a request to last while something is done to it."""
     folder = save_tiny(
         "llama",
-        new_folder("tiny"),
+        new_folder("tiny-0.1"),
         vocab_size=258,
         num_hidden_layers=8,
         max_position_embeddings=MAX_MODEL_LEN,

@@ -337,14 +337,14 @@ def test_a_pair_that_differs_is_refused_by_name_and_not_used() -> None:
         assert states["D0"] == ("ready", "")
         state, reason = states["D1"]
         assert state == "refused"
-        assert "page_size: '4' here, '8' there" in reason
+        assert reason == "P0: refused at handshake: page_size: '4' here, '8' there"
         assert cluster.pairs.is_ready
         streams = mixed((4, 30, 17, 65, 33, 90))
         await consume_all(cluster, streams)
         assert_whole(streams)
         assert {each.outcome.decode_node for each in streams if each.outcome} == {"D0"}
         status = await cluster.nodes["D1"].host.status()
-        assert list(status.peers.values()) == ["refused: page_size: '4' here, '8' there"]
+        assert list(status.peers.values()) == ["refused: page_size: '8' here, '4' there"]
         await asyncio.sleep(60.0)
         assert cluster.pairs.report()["pairs"][1]["state"] == "refused"
 

@@ -6,7 +6,10 @@ import pytest
 
 from deploy import models
 from deploy.errors import ModelNotFound
+from router.text.model_text import ModelText
 from speculative.registry import create_proposer
+from tests.smollm2_text import NOON
+from tests.tiny_models import write_tiny_gguf
 from wire.node_config import draft_options
 
 
@@ -17,6 +20,21 @@ def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
 def test_a_name_that_is_no_path_is_refused_by_name() -> None:
     with pytest.raises(ModelNotFound, match="got 'nowhere/at-all'"):
         models.resolve("nowhere/at-all")
+
+
+def test_a_router_reads_the_tokenizer_of_a_lone_gguf_file_from_a_folder_made_for_it(tmp_path: Path) -> None:
+    gguf = write_tiny_gguf(tmp_path / "tiny-1.5.gguf", with_tokenizer=True)
+    folder = models.tokenizer_of(gguf, tmp_path / "made")
+    text = ModelText.from_folder(folder, local_time=lambda: NOON)
+    ids = text.tokenizer.encode("Hi!", add_special_tokens=False)
+    assert text.tokenizer.decode(ids) == "Hi!"
+    assert text.tokenizer.eos_token_ids == (2,)
+    assert text.max_model_len == 512
+    assert not list(folder.glob("*.safetensors"))
+    assert models.tokenizer_of(tmp_path, tmp_path / "unused") == tmp_path
+    (tmp_path / "tokenizer.json").touch()
+    assert models.tokenizer_of(gguf, tmp_path / "unused") == gguf
+    assert not (tmp_path / "unused").exists()
 
 
 def test_a_finished_conversion_is_found_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -240,7 +240,7 @@ def test_a_refusal_by_prefill_is_remembered_and_not_tried_again() -> None:
                 assert len(prefill.seen(PeerHello)) == 1
                 assert decode.core.events == []
                 states = (await decode.host.status()).peers
-                assert states == {"p-1": "refused: dtype: 'bfloat16' here, 'float32' there"}
+                assert states == {"p-1": "refused: dtype: 'float32' here, 'bfloat16' there"}
         async with (
             FakeNode(cluster, "prefill", "p:1", "p-2"),
             FakeNode(cluster, "decode", "d:1", "d-2") as decode,

@@ -1,18 +1,24 @@
 """Which processes a local cluster consists of, and how it ends."""
 
 import json
+import math
+import re
+import socket
 from pathlib import Path
 
 import pytest
 
 from deploy.config import UpConfig
-from deploy.local import Cluster, _Commands, readiness
+from deploy.errors import PortTaken
+from deploy.local import Cluster, _Commands, local_cluster, readiness
 from deploy.processes import Command
 from deploy.up import where
 
 
 def commands(config: UpConfig, *, file: Path | None = None) -> _Commands:
-    return _Commands(config=config, model=Path("/m"), registry_url="redis://127.0.0.1:1/0", file=file)
+    return _Commands(
+        config=config, model=Path("/m"), tokenizer=Path("/t"), registry_url="redis://127.0.0.1:1/0", file=file
+    )
 
 
 def option(command: Command, flag: str) -> str:
@@ -55,6 +61,7 @@ def test_the_file_is_handed_on_to_every_process() -> None:
 def test_the_router_waits_for_as_many_nodes_as_there_are() -> None:
     router = commands(UpConfig(prefill=2, decode=3)).router(1, 2)
     assert (option(router, "--min-prefill"), option(router, "--min-decode")) == ("2", "3")
+    assert option(router, "--model") == "/t"
     assert "--colocated" not in router.arguments
 
 
@@ -86,6 +93,37 @@ def test_waiting_says_which_pair_is_held_up_and_why() -> None:
 def test_counts_out_of_range_are_refused_by_name(field: str, value: int) -> None:
     with pytest.raises(ValueError, match=rf"{field} must be at least \d, got {value}"):
         UpConfig(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "complaint"),
+    [
+        ("port", -1, "must be in [0, 65535], got -1"),
+        ("port", 70000, "must be in [0, 65535], got 70000"),
+        ("grpc_port", 70000, "must be in [0, 65535], got 70000"),
+        ("ready_timeout_s", 0.0, "must be a positive number, got 0.0"),
+        ("ready_timeout_s", math.nan, "must be a positive number, got nan"),
+    ],
+)
+def test_ports_and_times_that_cannot_be_are_refused_by_name(field: str, value: float, complaint: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{field} {complaint}")):
+        UpConfig(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("field", ["port", "grpc_port"])
+async def test_a_port_of_another_cluster_is_refused_before_anything_is_started(
+    tmp_path: Path, field: str
+) -> None:
+    """Its /ready would be taken for ours."""
+    said: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        ports = {"port": 0, "grpc_port": 0} | {field: port}
+        config = UpConfig(model=str(tmp_path), log_dir=str(tmp_path), **ports)
+        with pytest.raises(PortTaken, match=rf"cannot listen on 127\.0\.0\.1:{port}: Address already in use"):
+            async with local_cluster(config, report=said.append):
+                pass
+    assert said == [f"logs: {tmp_path}"]
 
 
 def test_what_up_prints_can_be_copied() -> None:

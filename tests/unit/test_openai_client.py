@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from deploy.client import ChatClient
 from router.errors import NodeFailed, NodesBusy
 from router.listening import HttpServer, uvicorn_config
 from tests.fakes_dispatch import FakeDispatcher, http_app
@@ -143,3 +144,17 @@ async def test_events_leave_the_server_as_they_are_made() -> None:
             lines = response.aiter_lines()
             assert '"text":"Hello"' in await asyncio.wait_for(anext(lines), timeout=5)
         await asyncio.wait_for(dispatcher.until_idle(), timeout=2)
+
+
+async def test_our_own_client_takes_either_form_of_the_url_and_no_proxy_to_this_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    async with served(answering()) as url:
+        for form in (url, f"{url}/", f"{url}/v1", f"{url}/v1/"):
+            own = ChatClient(form)
+            try:
+                assert await own.model() == "smol"
+            finally:
+                await own.close()

@@ -107,7 +107,7 @@ async def test_a_refused_pair_is_shown_with_its_reason_and_never_used() -> None:
         d2 = made.registry.add("d2")
         await settle()
         assert made.states() == {("p1", "d1"): "ready", ("p1", "d2"): "refused"}
-        assert made.pairs.report()["pairs"][1]["reason"] == REFUSAL
+        assert made.pairs.report()["pairs"][1]["reason"] == f"p1: {REFUSAL}"
         await asyncio.sleep(600.0)
         assert len(d2.canaries) == 1
         for _ in range(3):
@@ -308,11 +308,12 @@ async def test_a_pair_whose_link_broke_proves_itself_again() -> None:
 
 
 @virtual
-async def test_nodes_of_different_models_are_no_pair() -> None:
+async def test_nodes_of_different_models_are_a_pair_that_is_refused_like_any_other() -> None:
     async with cluster("p1 d1") as made:
-        made.registry.add("d9", model="other")
+        made["p1"].on_canary = _refuse_d2
+        made.registry.add("d2", model="other")
         await settle()
-        assert made.states() == {("p1", "d1"): "ready"}
+        assert made.states() == {("p1", "d1"): "ready", ("p1", "d2"): "refused"}
 
 
 @virtual
