@@ -14,12 +14,14 @@ from deploy.errors import PortTaken
 # Below what Linux and macOS hand to outgoing connections: none of those can take a port between its
 # choice and its use, nor while the process that had it is started again.
 FIRST_PORT, NUM_PORTS, NUM_SLICES = 10_000, 400, 50
+_APART = 37  # ports between the beginnings of two processes; prime to NUM_PORTS
 
 
 def free_port() -> int:
     """A port of 127.0.0.1 nobody listens at now, and another one at each call.
 
-    Every process asks in its own slice of the range, so that two test runs side by side rarely meet.
+    Every process asks in its own slice of the range, so that two test runs side by side rarely meet; those
+    that share one begin far apart in it.
     Raises OSError when no port of the slice is free.
     """
     for port in itertools.islice(_candidates(), NUM_PORTS):
@@ -52,4 +54,5 @@ def _first_port() -> int:
 
 @functools.cache
 def _candidates() -> Iterator[int]:
-    return itertools.cycle(range(_first_port(), _first_port() + NUM_PORTS))
+    begin = os.getpid() // NUM_SLICES * _APART
+    return itertools.cycle(_first_port() + (begin + count) % NUM_PORTS for count in range(NUM_PORTS))

@@ -5,13 +5,16 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.scratch import scratch
 from tests.split import SplitByCluster
 
-settings.register_profile("paceline", deadline=None, print_blob=True)  # a busy machine is no failure
-settings.load_profile("paceline")
+settings.register_profile(  # a busy machine is no failure
+    "explore", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.register_profile("paceline", settings.get_profile("explore"), derandomize=True, database=None)
+settings.load_profile("paceline")  # the same examples every time; others with --hypothesis-profile=explore
 
 ROOT = Path(__file__).resolve().parent.parent
 

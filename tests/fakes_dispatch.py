@@ -1,17 +1,22 @@
-"""A dispatcher that replays scripted token ids, and a front door around it: no nodes, no network."""
+"""A dispatcher that replays scripted token ids, and a front door around it: no nodes."""
 
 import asyncio
+import contextlib
+import socket
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.types import ASGIApp
 
+from router.access import Access
 from router.api_keys import ApiKeys, single_entry
 from router.errors import RouterError
 from router.front_door import FrontDoor
 from router.generation import Generates
 from router.http import HttpFrontEnd, HttpOptions
+from router.listening import HttpServer, uvicorn_config
 from router.openai.answers import Answers
 from router.openai.chat_format import ChatFormat
 from router.planning import Planner
@@ -232,6 +237,19 @@ def http_app(dispatcher: Generates, text: ModelText, *, has_admin: bool = True, 
     """The HTTP application on a dispatcher; `node` is what its registry knows."""
     ids = iter(range(10**6))
     return http_front(dispatcher, text, **options).app(lambda: f"req{next(ids)}", has_admin=has_admin)
+
+
+@asynccontextmanager
+async def listening(app: ASGIApp, access: Access | None = None) -> AsyncGenerator[str]:
+    """Host and port where `app` is served. Its server closes every connection, also after a failure."""
+    server = HttpServer(uvicorn_config(app, access))
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            yield f"127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            await serving
 
 
 def http_front(

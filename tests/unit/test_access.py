@@ -1,8 +1,5 @@
 """TLS towards users, over real servers and real certificates."""
 
-import asyncio
-import contextlib
-import socket
 import ssl
 from pathlib import Path
 
@@ -16,10 +13,16 @@ from router.access import Access
 from router.config import RouterConfig
 from router.grpc_server import RouterGrpcServer
 from router.grpc_service import GenerationService
-from router.listening import HttpServer, uvicorn_config
 from router.node import shown_settings
 from router.waiting import Waiting
-from tests.fakes_dispatch import FakeDispatcher, chat_format, front_door, http_app, open_to_all
+from tests.fakes_dispatch import (
+    FakeDispatcher,
+    chat_format,
+    front_door,
+    http_app,
+    listening,
+    open_to_all,
+)
 from tests.smollm2_text import smollm2_text
 from wire.security import ClusterSecurity
 
@@ -36,16 +39,13 @@ async def test_http_is_served_over_tls_only(tmp_path: Path) -> None:
     trusting = ssl.create_default_context()
     ca.configure_trust(trusting)
     app = http_app(FakeDispatcher(), smollm2_text())
-    server = HttpServer(uvicorn_config(app, access(tmp_path, ca)))
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-        async with asyncio.TaskGroup() as group:
-            group.create_task(server.serve(sockets=[listener]))
-            async with httpx.AsyncClient(verify=trusting) as http:
-                assert (await http.get(f"https://{address}/live")).json() == {"status": "ok"}
-                with pytest.raises(httpx.TransportError):
-                    await http.get(f"http://{address}/live")
-            server.should_exit = True
+    async with (
+        listening(app, access(tmp_path, ca)) as address,
+        httpx.AsyncClient(verify=trusting, timeout=60) as http,
+    ):
+        assert (await http.get(f"https://{address}/live")).json() == {"status": "ok"}
+        with pytest.raises(httpx.TransportError):
+            await http.get(f"http://{address}/live")
 
 
 async def test_grpc_is_served_over_tls_only(tmp_path: Path) -> None:

@@ -172,10 +172,10 @@ async def test_a_request_that_is_over_is_gone_at_once_with_its_prompt(
 
     serving = asyncio.ensure_future(app(scope(path), staying(body, leave), send))
     if case.startswith("left"):
-        await asyncio.wait_for(dispatcher.until_stalled(asked.get("n", 1)), timeout=5)
+        await asyncio.wait_for(dispatcher.until_stalled(asked.get("n", 1)), timeout=60)
         assert _generations()
         leave.set()
-    await asyncio.wait_for(serving, timeout=5)
+    await asyncio.wait_for(serving, timeout=60)
     dispatcher.error = None
     assert dispatcher.requests
     assert _generations() == []

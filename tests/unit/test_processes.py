@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -21,22 +23,31 @@ def python(program: str) -> Command:
     return Command(name="child", arguments=[sys.executable, "-c", program], environment={"SAID": "hello"})
 
 
+@asynccontextmanager
+async def started(program: str, log: Path) -> AsyncIterator[Child]:
+    child = await Child.start(python(program), log=log)
+    try:
+        yield child
+    finally:
+        await child.stop(grace_s=0)
+
+
 def is_alive(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # before, or while it is read
         return False
     return state != "Z"
 
 
-def until_dead(pid: int, *, timeout_s: float = 10.0) -> bool:
+def until_dead(pid: int, *, timeout_s: float = 60.0) -> bool:
     end = time.monotonic() + timeout_s
     while is_alive(pid) and time.monotonic() < end:
         time.sleep(0.01)
     return not is_alive(pid)
 
 
-def first_line(log: Path, *, timeout_s: float = 30.0) -> str:
+def first_line(log: Path, *, timeout_s: float = 60.0) -> str:
     end = time.monotonic() + timeout_s
     while "\n" not in log.read_text() and time.monotonic() < end:
         time.sleep(0.01)
@@ -45,10 +56,9 @@ def first_line(log: Path, *, timeout_s: float = 30.0) -> str:
 
 async def test_a_death_is_reported_with_status_and_the_end_of_the_log(tmp_path: Path) -> None:
     program = "import os; print(os.environ['SAID']); print('last words'); raise SystemExit(3)"
-    child = await Child.start(python(program), log=tmp_path / "log")
-    with pytest.raises(ProcessDied, match=r"child ended with status 3\n(.|\n)*hello\nlast words"):
-        await child.watch()
-    await child.stop(grace_s=1)
+    async with started(program, tmp_path / "log") as child:
+        with pytest.raises(ProcessDied, match=r"child ended with status 3\n(.|\n)*hello\nlast words"):
+            await child.watch()
 
 
 async def test_a_program_that_does_not_exist_is_a_death(tmp_path: Path) -> None:
@@ -58,12 +68,12 @@ async def test_a_program_that_does_not_exist_is_a_death(tmp_path: Path) -> None:
 
 
 async def test_a_stopped_child_is_no_death(tmp_path: Path) -> None:
-    child = await Child.start(python(SLEEP), log=tmp_path / "log")
-    watch = asyncio.ensure_future(child.watch())
-    await asyncio.sleep(0)
-    await child.stop(grace_s=5)
-    await watch
-    assert not child.is_running
+    async with started(SLEEP, tmp_path / "log") as child:
+        watch = asyncio.ensure_future(child.watch())
+        await asyncio.sleep(0)
+        await child.stop(grace_s=5)
+        await watch
+        assert not child.is_running
 
 
 async def test_stopping_kills_a_child_that_ignores_sigterm_and_its_own_children(tmp_path: Path) -> None:
@@ -72,11 +82,11 @@ async def test_stopping_kills_a_child_that_ignores_sigterm_and_its_own_children(
         "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
         f"print(subprocess.Popen([sys.executable, '-c', {SLEEP!r}]).pid, flush=True); time.sleep(600)"
     )
-    child = await Child.start(python(program), log=log)
-    grandchild = int(await asyncio.to_thread(first_line, log))
-    await child.stop(grace_s=0.1)
-    assert until_dead(child.pid)
-    assert until_dead(grandchild)
+    async with started(program, log) as child:
+        grandchild = int(await asyncio.to_thread(first_line, log))
+        await child.stop(grace_s=0.1)
+        assert until_dead(child.pid)
+        assert until_dead(grandchild)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a child with its parent")
@@ -91,11 +101,13 @@ def test_children_die_with_a_parent_that_is_killed(tmp_path: Path, root: Path) -
         "asyncio.run(main())\n"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=root) as parent:
-        assert parent.stdout is not None
-        child = int(parent.stdout.readline())
-        assert is_alive(child)
-        os.kill(parent.pid, signal.SIGKILL)
-        parent.wait()
+        try:
+            assert parent.stdout is not None
+            child = int(parent.stdout.readline())
+            assert is_alive(child)
+        finally:
+            os.kill(parent.pid, signal.SIGKILL)
+            parent.wait()
     assert until_dead(child)
 
 

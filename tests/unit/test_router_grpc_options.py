@@ -101,13 +101,14 @@ async def test_a_prompt_can_be_cut() -> None:
 async def test_the_calls_deadline_is_the_requests_and_ends_it() -> None:
     dispatcher = answering(stall_after=1)
     async with channel(dispatcher) as opened:
+        await opened.channel_ready()
         call = stub(opened).Generate(pb.GenerateRequest(text="x"), timeout=4)
         assert (await anext(aiter(call))).text
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             async for _ in call:
                 pass
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        await asyncio.wait_for(dispatcher.until_idle(), timeout=30)
+        await asyncio.wait_for(dispatcher.until_idle(), timeout=60)
     (request,) = dispatcher.requests
     assert request.deadline_s is not None
     assert 0 < request.deadline_s < 4.1
@@ -127,5 +128,5 @@ async def test_a_cancelled_call_closes_every_choice() -> None:
         call = stub(opened).Generate(pb.GenerateRequest(text="x", n=4))
         await dispatcher.until_stalled(4)
         call.cancel()
-        await asyncio.wait_for(dispatcher.until_idle(), timeout=5)
+        await asyncio.wait_for(dispatcher.until_idle(), timeout=60)
     assert dispatcher.num_closed_early == 4

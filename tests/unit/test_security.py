@@ -23,6 +23,7 @@ from wire.security import ClusterSecurity, Trust
 
 TOKEN = "a token of this cluster"
 OTHER = "a token of another cluster"
+PATIENCE_S = 60.0
 
 
 class IdleNode:
@@ -74,8 +75,10 @@ def with_token(token: str = TOKEN) -> Trust:
     return Trust(ClusterSecurity(cluster_token=token))
 
 
-async def end_of_stream(trust: Trust, address: str, kind: str) -> str:
-    async with GrpcConnector(trust, connect_timeout_s=2.0) as connector:
+async def end_of_stream(
+    trust: Trust, address: str, kind: str, *, connect_timeout_s: float = PATIENCE_S
+) -> str:
+    async with GrpcConnector(trust, connect_timeout_s=connect_timeout_s) as connector:
         try:
             channel = await (connector.work(address) if kind == "work" else connector.session(address))
             await channel.receive()
@@ -112,13 +115,16 @@ async def test_without_the_token_no_stream_reaches_the_node(kind: str) -> None:
 
 
 async def test_without_the_token_nobody_asks_or_drains_a_node() -> None:
-    async with serving(with_token()) as (node, address), GrpcConnector() as stranger:
+    async with (
+        serving(with_token()) as (node, address),
+        GrpcConnector(connect_timeout_s=PATIENCE_S) as stranger,
+    ):
         with pytest.raises(ChannelClosed, match="UNAUTHENTICATED"):
             await stranger.status(address)
         with pytest.raises(ChannelClosed, match="UNAUTHENTICATED"):
             await stranger.drain(address)
         assert not node.is_draining
-        async with GrpcConnector(with_token()) as friend:
+        async with GrpcConnector(with_token(), connect_timeout_s=PATIENCE_S) as friend:
             await friend.drain(address)
         assert node.is_draining
 
@@ -160,7 +166,9 @@ async def test_mutual_tls_lets_in_who_has_a_certificate_of_the_authority(tmp_pat
     ours, theirs = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs")
     async with serving(Trust(ours.security("127.0.0.1"))) as (node, address):
         for stranger in (Trust(), Trust(theirs.security("127.0.0.1"))):
-            assert "cannot be reached" in await end_of_stream(stranger, address, "work")
+            assert "cannot be reached" in await end_of_stream(
+                stranger, address, "work", connect_timeout_s=2.0
+            )
         assert node.num_accepted == 0
         friend = Trust(ours.security("127.0.0.1"))
         assert "cannot be reached" not in await end_of_stream(friend, address, "work")
@@ -173,7 +181,7 @@ async def test_one_name_may_stand_in_all_certificates_of_a_cluster(tmp_path: Pat
     named = Trust(ours.security("cluster.internal", cluster_tls_name="cluster.internal"))
     async with serving(named) as (node, address):
         nameless = Trust(ours.security("cluster.internal"))
-        assert "cannot be reached" in await end_of_stream(nameless, address, "work")
+        assert "cannot be reached" in await end_of_stream(nameless, address, "work", connect_timeout_s=2.0)
         assert "cannot be reached" not in await end_of_stream(named, address, "work")
         assert node.num_accepted == 1
 
