@@ -240,10 +240,14 @@ def http_app(dispatcher: Generates, text: ModelText, *, has_admin: bool = True, 
 
 
 @asynccontextmanager
-async def listening(app: ASGIApp, access: Access | None = None) -> AsyncGenerator[str]:
+async def listening(
+    app: ASGIApp, access: Access | None = None, *, buffer_bytes: int | None = None
+) -> AsyncGenerator[str]:
     """Host and port where `app` is served. Its server closes every connection, also after a failure."""
     server = HttpServer(uvicorn_config(app, access))
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        if buffer_bytes is not None:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             yield f"127.0.0.1:{listener.getsockname()[1]}"

@@ -1,14 +1,13 @@
 """Streams through the real HTTP server: what a client cannot take yet waits, and all comes in order."""
 
 import asyncio
-import contextlib
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from bench.http_stream import StreamParser
 from router.http_edge import EventStream, RequestIds
-from router.listening import HttpServer, uvicorn_config
+from tests.fakes_dispatch import listening
 
 NUM_EVENTS = 50
 BUFFER_BYTES = 32768
@@ -35,9 +34,9 @@ class Producer:
             await asyncio.sleep(0)
 
     async def until_held(self) -> None:
-        """Until nothing was sent for a while."""
-        before = -1
-        while self.num_sent > before:
+        """Until something was sent, and then nothing for a while."""
+        before = 0
+        while not self.num_sent or self.num_sent > before:
             before = self.num_sent
             await asyncio.sleep(0.2)
 
@@ -46,27 +45,26 @@ class Producer:
 async def connected(
     producer: Producer,
 ) -> AsyncGenerator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    server = HttpServer(uvicorn_config(RequestIds(EventStream(producer.produce), lambda: "r")))
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-        async with asyncio.TaskGroup() as group:
-            group.create_task(server.serve(sockets=[listener]))
-            # With buffers as narrow as those, little is sent that nobody reads.
-            narrow = socket.create_connection(listener.getsockname())
-            narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
-            reader, writer = await asyncio.open_connection(sock=narrow, limit=1024)
-            try:
-                yield reader, writer
-            finally:
-                writer.close()
-                server.should_exit = True
+    app = RequestIds(EventStream(producer.produce), lambda: "r")
+    # With buffers as narrow as those, little is sent that nobody reads.
+    async with listening(app, buffer_bytes=BUFFER_BYTES) as address:
+        host, port = address.split(":")
+        narrow = socket.create_connection((host, int(port)))
+        narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
+        reader, writer = await asyncio.open_connection(sock=narrow, limit=1024)
+        try:
+            yield reader, writer
+        finally:
+            writer.close()
 
 
 async def answers(reader: asyncio.StreamReader, count: int) -> list[list[bytes]]:
     """The events of so many answers, one after the other."""
     received = bytearray()
     while received.count(b"\r\n0\r\n\r\n") < count:
-        received += await reader.read(1 << 20)
+        piece = await reader.read(1 << 20)
+        assert piece, "the connection was closed"
+        received += piece
     heads = bytes(received).split(b"HTTP/1.1 200 OK")[1:]
     return [StreamParser().feed(b"HTTP/1.1 200 OK" + one) for one in heads]
 

@@ -138,9 +138,8 @@ def test_quarantined_pages_are_not_available_until_released() -> None:
     assert (cache.num_available, cache.num_quarantined) == (3, 0)
 
 
-def test_books_balance_under_random_traffic() -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
+@pytest.mark.parametrize("seed", range(3))
+def test_books_balance_under_random_traffic(seed: int) -> None:
     rng = random.Random(seed)
     cache = make_cache(num_pages=40)
     live: list[Request] = []

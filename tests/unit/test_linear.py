@@ -62,7 +62,7 @@ def test_the_weight_comes_back_bit_for_bit(shape: tuple[int, int], dtype: torch.
 def test_some_rows_of_a_product_are_those_of_the_whole(wanted: slice | torch.Tensor) -> None:
     weight_OI, bias_O = tensors(SHAPES[0], torch.bfloat16)
     product = Linear(weight_OI, bias_O)
-    x_TI = torch.randn(3, SHAPES[0][1]).bfloat16()
+    x_TI = torch.randn(3, SHAPES[0][1], generator=torch.Generator().manual_seed(3)).bfloat16()
     assert torch.equal(product.rows(wanted)(x_TI), product(x_TI)[:, wanted])
     assert product.rows(wanted).num_outputs == len(bias_O[wanted])
 

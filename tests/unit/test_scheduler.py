@@ -17,7 +17,7 @@ def make(num_pages: int = 16, **limits: int) -> tuple[KvCache, Scheduler]:
 def request(key: str, length: int, priority: int = 0) -> Request:
     return Request(
         key=key,
-        prompt_ids=tuple(hash((key, i)) % 1000 for i in range(length)),
+        prompt_ids=tuple(100 * ord(key) + i for i in range(length)),
         num_prompt_tokens=length,
         sampling=SamplingParams(seed=0, max_tokens=4),
         priority=priority,
