@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gguf import GGUFWriter
+from gguf import MODEL_ARCH, GGUFWriter, get_tensor_name_map
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     LlamaConfig,
@@ -22,7 +22,6 @@ from transformers import (
 
 from engine.layout import PoolSpec, build_layout
 from engine.loaders import LoadedModel
-from engine.loaders.names import GGUF_LAYER_NAMES, GGUF_NAMES, from_gguf
 from engine.pool import PagePool
 
 _COMMON: Mapping[str, Any] = {
@@ -78,27 +77,36 @@ def save_tiny(family: str, folder: Path, *, seed: int = 0, **overrides: Any) -> 
     return folder
 
 
-def write_tiny_gguf(path: Path, *, with_tokenizer: bool = False) -> Path:
-    """The "llama" tiny model as a GGUF file, q and k rows in llama.cpp's order."""
-    model = build_tiny("llama")
-    writer = GGUFWriter(path, "llama")
+def write_tiny_gguf(
+    path: Path, family: str = "llama", *, with_tokenizer: bool = False, **overrides: Any
+) -> Path:
+    """A tiny model as llama.cpp writes it: q and k rows of Llama permuted, Llama 3's rope as divisors."""
+    model = build_tiny(family, **overrides)
+    architecture = family.partition("_")[0]
+    writer = GGUFWriter(path, architecture)
     writer.add_block_count(_COMMON["num_hidden_layers"])
     writer.add_context_length(_COMMON["max_position_embeddings"])
     writer.add_embedding_length(_COMMON["hidden_size"])
     writer.add_feed_forward_length(_COMMON["intermediate_size"])
     writer.add_head_count(_COMMON["num_attention_heads"])
     writer.add_head_count_kv(_COMMON["num_key_value_heads"])
+    if architecture != "qwen2":  # else the hidden size tells
+        writer.add_key_length(model.config.head_dim)
+    writer.add_rope_freq_base(model.config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(model.config.rms_norm_eps)
     writer.add_bos_token_id(_COMMON["bos_token_id"])
     writer.add_eos_token_id(_COMMON["eos_token_id"])
     if with_tokenizer:
         _add_byte_tokenizer(writer)
-    hf_names = {from_gguf(name): name for name in _gguf_tensor_names()}
+    names = get_tensor_name_map(MODEL_ARCH[architecture.upper()], _COMMON["num_hidden_layers"])
     for hf_name, tensor in model.state_dict().items():
         heads = {"q_proj": 4, "k_proj": 2}.get(hf_name.split(".")[-2])
-        if heads is not None:
-            tensor = tensor.view(heads, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
-        writer.add_tensor(hf_names[hf_name], tensor.numpy())
+        if heads is not None and architecture == "llama":
+            tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(tensor.shape)
+        if hf_name != "lm_head.weight" or not model.config.tie_word_embeddings:
+            writer.add_tensor(names.get_name(hf_name, (".weight", ".bias")), tensor.numpy())
+    if model.config.rope_parameters["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", _rope_divisors(model).numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -106,9 +114,11 @@ def write_tiny_gguf(path: Path, *, with_tokenizer: bool = False) -> Path:
     return path
 
 
-def _gguf_tensor_names() -> list[str]:
-    layers = range(_COMMON["num_hidden_layers"])
-    return [*GGUF_NAMES, *(f"blk.{index}.{name}" for index in layers for name in GGUF_LAYER_NAMES)]
+def _rope_divisors(model: PreTrainedModel) -> torch.Tensor:
+    """By how much transformers turns each pair of a head slower than plain rotary embedding would."""
+    head_dim, theta = model.config.head_dim, model.config.rope_parameters["rope_theta"]
+    plain = torch.tensor([theta ** (-2 * pair / head_dim) for pair in range(head_dim // 2)])
+    return plain / model.get_decoder().rotary_emb.inv_freq
 
 
 def _add_byte_tokenizer(writer: GGUFWriter) -> None:

@@ -95,10 +95,36 @@ def test_conversion_reports_progress_and_never_overwrites(tmp_path: Path, conver
         convert_gguf(gguf, tmp_path / "out")
 
 
-def test_gguf_and_folder_of_one_model_load_to_the_same_values(tmp_path: Path) -> None:
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("llama", {}),
+        ("llama_tied", {}),
+        ("llama_attention_bias", {}),
+        ("llama", {"rope_parameters": LLAMA3_ROPE}),
+        ("qwen2", {}),
+        ("qwen3_tied", {}),
+    ],
+    ids=["llama", "llama_tied", "llama_attention_bias", "llama3_rope", "qwen2", "qwen3_tied"],
+)
+def test_gguf_and_folder_of_one_model_load_to_the_same_values(
+    tmp_path: Path, family: str, overrides: dict[str, Any]
+) -> None:
     """llama.cpp's row order of q and k is undone."""
-    from_folder = load_model(save_tiny("llama", tmp_path / "folder"), dtype="float32", device="cpu")
-    from_gguf = load_model(write_tiny_gguf(tmp_path / "tiny.gguf"), dtype="float32", device="cpu")
+    folder = save_tiny(family, tmp_path / "folder", **overrides)
+    gguf = write_tiny_gguf(tmp_path / "tiny.gguf", family, **overrides)
+    from_folder = load_model(folder, dtype="float32", device="cpu")
+    from_gguf = load_model(gguf, dtype="float32", device="cpu")
     ids = list(range(40))
     assert torch.equal(logits_of(from_folder, ids), logits_of(from_gguf, ids))
     assert from_folder.weights_fingerprint == from_gguf.weights_fingerprint
