@@ -104,7 +104,9 @@ def write_tiny_gguf(
         if heads is not None and architecture == "llama":
             tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(tensor.shape)
         if hf_name != "lm_head.weight" or not model.config.tie_word_embeddings:
-            writer.add_tensor(names.get_name(hf_name, (".weight", ".bias")), tensor.numpy())
+            name = names.get_name(hf_name, (".weight", ".bias"))
+            assert name is not None
+            writer.add_tensor(name, tensor.numpy())
     if model.config.rope_parameters["rope_type"] == "llama3":
         writer.add_tensor("rope_freqs.weight", _rope_divisors(model).numpy())
     writer.write_header_to_file()
@@ -118,7 +120,8 @@ def _rope_divisors(model: PreTrainedModel) -> torch.Tensor:
     """By how much transformers turns each pair of a head slower than plain rotary embedding would."""
     head_dim, theta = model.config.head_dim, model.config.rope_parameters["rope_theta"]
     plain = torch.tensor([theta ** (-2 * pair / head_dim) for pair in range(head_dim // 2)])
-    return plain / model.get_decoder().rotary_emb.inv_freq
+    ours: torch.Tensor = model.get_decoder().rotary_emb.inv_freq
+    return plain / ours
 
 
 def _add_byte_tokenizer(writer: GGUFWriter) -> None:
