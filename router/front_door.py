@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from router.aside import Aside
 from router.errors import BadRequest
 from router.generation import Generates, Generation
 from router.planning import Label, ModelFacts, Plan, Planner, SamplingOptions, check_bad_words
@@ -38,6 +39,11 @@ class FrontDoor:
     def tokenizer(self) -> Tokenizer:
         return self._text.tokenizer
 
+    @property
+    def aside(self) -> Aside:
+        """For what takes long to show."""
+        return self._text.aside
+
     def facts(self, model: str | None) -> ModelFacts:
         return self.served.facts(model)
 
@@ -68,8 +74,8 @@ class FrontDoor:
             raise BadRequest("bad_words must hold words that the tokenizer has tokens for", param="bad_words")
         return replace(options, banned_sequences=sequences)
 
-    async def decode(self, ids: Sequence[int]) -> str:
-        return await self._text.decode(ids)
+    async def decode(self, ids: Sequence[int], *, shows_special: bool = True) -> str:
+        return await self._text.decode(ids, shows_special=shows_special)
 
     def plan(
         self,

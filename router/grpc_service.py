@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Never
 
 import grpc
@@ -33,6 +34,7 @@ from router.grpc_convert import (
 from router.grpc_errors import abort
 from router.leaving import MAX_UNREAD_S, Sending, left_or_unread, until_left
 from router.openai.chat_format import ChatFormat
+from router.openai.logprobs import SIZE as LOGPROB_SIZE
 from router.openai.tools import NO_TOOLS, Tools
 from router.planning import Label, Plan, SamplingOptions, cut
 from router.tenants import tenant_of
@@ -149,7 +151,9 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
 
         async def tell(index: int, item: TextDelta | Ended) -> None:
             if not isinstance(item, Ended):
-                await write(pack_delta(item, label=label, index=index, parts=parts[index]))
+                pack = partial(pack_delta, item, label=label, index=index, parts=parts[index])
+                size = LOGPROB_SIZE * len(item.prompt_logprobs or ())
+                await write(await self._door.aside.run(size, pack))
                 return
             ends.append(item)
             ended = pack_end(item, label=label, index=index, parts=parts[index])

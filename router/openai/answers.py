@@ -64,7 +64,7 @@ class Answers:
         params = [f"prompt[{i}]" if request.is_list else "prompt" for i in range(len(prompts))]
         envelope = self._envelope("cmpl", wishes, facts)
         shown = [
-            ShownPrompt(ids=ids, echo=self._echo(prompt, ids, wishes) if request.echoes else None)
+            ShownPrompt(ids=ids, echo=await self._echo(prompt, ids, wishes) if request.echoes else None)
             for prompt, ids in zip(request.prompts, prompts, strict=True)
         ]
         shapes = [
@@ -76,7 +76,14 @@ class Answers:
         bill = Bill(origin.user, sum(prompt_lens))
         plans = await self._plans(list(zip(prompts, params, strict=True)), wishes, origin=origin, facts=facts)
         choices = self._choices(plans, shapes, bill)
-        return Exchange(choices, envelope=envelope, manner=manner, prompt_lens=prompt_lens, bill=bill)
+        return Exchange(
+            choices,
+            envelope=envelope,
+            manner=manner,
+            prompt_lens=prompt_lens,
+            bill=bill,
+            aside=self._door.aside,
+        )
 
     async def chat(self, request: ChatRequest, origin: Origin) -> Exchange:
         """Raises RouterError."""
@@ -101,7 +108,14 @@ class Answers:
         bill = Bill(origin.user, len(prompt))
         plans = await self._plans([(prompt, "messages")], wishes, origin=origin, facts=facts)
         choices = self._choices(plans, shapes, bill)
-        return Exchange(choices, envelope=envelope, manner=manner, prompt_lens=[len(prompt)], bill=bill)
+        return Exchange(
+            choices,
+            envelope=envelope,
+            manner=manner,
+            prompt_lens=[len(prompt)],
+            bill=bill,
+            aside=self._door.aside,
+        )
 
     async def response(self, request: ResponseRequest, origin: Origin) -> ResponseExchange:
         """Raises RouterError."""
@@ -134,12 +148,12 @@ class Answers:
             ids = await self._door.encode_chat(request.messages, request.template, request.options)
         else:
             ids = await self._door.encode(request.prompt, request.options)
-        strings = [self._door.tokenizer.token_text(i) for i in ids] if request.wants_strings else None
-        return {
-            "count": len(ids),
-            "max_model_len": facts.max_model_len,
-            "tokens": ids,
-            "token_strs": strings,
+        shown: Json = {"count": len(ids), "max_model_len": facts.max_model_len, "tokens": ids}
+        if not request.wants_strings:
+            return shown | {"token_strs": None}
+        token_text = self._door.tokenizer.token_text
+        return shown | {
+            "token_strs": await self._door.aside.run(len(ids), lambda: list(map(token_text, ids)))
         }
 
     async def detokenize(self, request: DetokenizeRequest) -> Json:
@@ -182,11 +196,11 @@ class Answers:
                 raise
             raise BadRequest(error.message, param=param, code=error.code) from error
 
-    def _echo(self, prompt: Prompt, ids: tuple[int, ...], wishes: Wishes) -> str:
+    async def _echo(self, prompt: Prompt, ids: tuple[int, ...], wishes: Wishes) -> str:
         """The prompt as the user wrote it, or the text of its ids where there is no such writing."""
         if isinstance(prompt, str) and wishes.text.keeps_last is None:
             return prompt
-        return self._door.tokenizer.decode(ids, shows_special=wishes.options.shows_special)
+        return await self._door.decode(ids, shows_special=wishes.options.shows_special)
 
     async def _plans(
         self,

@@ -10,8 +10,10 @@ from typing import Any
 import msgspec
 
 from router.api_keys import Bill
+from router.aside import Aside
 from router.choices import Emit, run_all
 from router.generation import Ended, Generation, TextDelta
+from router.openai.logprobs import SIZE
 from router.openai.shapes import Envelope, Json, Shape, extension, joined, usage
 
 Send = Callable[[bytes], Awaitable[None]]
@@ -52,8 +54,10 @@ class Exchange:
         manner: Manner,
         prompt_lens: Sequence[int],
         bill: Bill,
+        aside: Aside,
     ) -> None:
         self._bill = bill
+        self._aside = aside
         self._choices = tuple(choices)
         self._envelope = envelope
         self._manner = manner
@@ -77,7 +81,10 @@ class Exchange:
                 deltas[index].append(item)
 
         await self._run(collect)
-        whole = [joined(of_choice) for of_choice in deltas]
+        size = sum(self._size(delta) for of_choice in deltas for delta in of_choice)
+        return await self._aside.run(size, lambda: self._whole([joined(one) for one in deltas]))
+
+    def _whole(self, whole: Sequence[TextDelta]) -> Json:
         choices = [
             choice.shape.whole(whole[index], self._ends[index].reason)
             for index, choice in enumerate(self._choices)
@@ -97,7 +104,7 @@ class Exchange:
             data = b""
             if index in unopened:
                 unopened.remove(index)
-                data = self._opening(index, item)
+                data = await self._opening(index, item)
             data += self._closing(index, item) if isinstance(item, Ended) else self._delta(index, item)
             if data:
                 await send(data)
@@ -107,10 +114,16 @@ class Exchange:
     def _run(self, emit: Emit) -> Coroutine[Any, Any, None]:
         return run_all([choice.generation for choice in self._choices], emit, bill=self._bill)
 
-    def _opening(self, index: int, item: TextDelta | Ended) -> bytes:
+    async def _opening(self, index: int, item: TextDelta | Ended) -> bytes:
         first = None if isinstance(item, Ended) else item
-        choice = self._choices[index].shape.opening(first)
+        size = 0 if first is None else self._size(first)
+        choice = await self._aside.run(size, lambda: self._choices[index].shape.opening(first))
         return b"" if choice is None else self._event(choice)
+
+    def _size(self, delta: TextDelta) -> int:
+        """What showing it takes, as far as that may be long."""
+        num_top = max(self._envelope.num_top or 0, self._envelope.prompt_top or 0)
+        return SIZE * (1 + num_top) * (len(delta.logprobs or ()) + len(delta.prompt_logprobs or ()))
 
     def _delta(self, index: int, delta: TextDelta) -> bytes:
         """Tokens whose text is not definite yet make no chunk, unless the client asked for more than text."""

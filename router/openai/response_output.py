@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import msgspec
+
 from router.generation import TextDelta
 from router.openai.answer_parts import AnswerParts
 from router.requests import TokenLogprob
@@ -17,7 +19,7 @@ Json = dict[str, Any]
 Event = tuple[str, Json]
 """Its type and its fields."""
 
-ShowLogprobs = Callable[[Sequence[int], Sequence[TokenLogprob]], list[Json]]
+ShowLogprobs = Callable[[Sequence[int], Sequence[TokenLogprob]], list[msgspec.Raw]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class _Words:
         self._event = event
         self._show = show
         self._texts: list[str] = []
-        self._logprobs: list[Json] = []
+        self._logprobs: list[msgspec.Raw] = []
         self._is_open = False
 
     def opened(self) -> list[Event]:
@@ -259,5 +261,5 @@ class ResponseOutput:
         )
 
 
-def _show_nothing(ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> list[Json]:  # noqa: ARG001
+def _show_nothing(ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> list[msgspec.Raw]:  # noqa: ARG001
     return []

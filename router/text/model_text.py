@@ -1,15 +1,14 @@
 """The text side of the served model: its tokenizer and chat template behind one asynchronous door.
 
-Owns the worker threads for long texts, so that tokenising one never holds up the streams of others.
+Owns how many long texts may wait for a thread (router.aside).
 """
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
+from router.aside import LONG, Aside
 from router.errors import BadRequest, QueueFull
 from router.text.chat import ChatTemplate, TemplateFailed
 from router.text.options import OPEN_ANSWER, TemplateOptions
@@ -17,9 +16,7 @@ from router.text.tokenizer import Tokenizer, read_json
 
 T = TypeVar("T")
 
-_LONG_TEXT_CHARS = 4096
 _CHARS_OF_A_WORD = 64  # what tokenising a short one costs
-_NUM_THREADS = 2
 _MAX_WAITING = 256
 _MAX_WAITING_CHARS = 64 * 1024 * 1024
 
@@ -27,8 +24,6 @@ _MAX_WAITING_CHARS = 64 * 1024 * 1024
 class ModelText:
     """Encodes prompts. Invariant: at most `_MAX_WAITING` long texts of `_MAX_WAITING_CHARS` in all wait for a
     thread or are on one.
-
-    The tokenizer lets go of the interpreter lock while it works, templates give it up every few milliseconds.
     """
 
     def __init__(
@@ -37,7 +32,7 @@ class ModelText:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self._template = template
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
+        self.aside = Aside()
         self._num_waiting = 0
         self._num_waiting_chars = 0
 
@@ -98,15 +93,15 @@ class ModelText:
         except ValueError as error:
             raise BadRequest(str(error), param="chat_template_kwargs") from error
 
-    async def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens shown."""
-        return await self._run(len(ids), lambda: self.tokenizer.decode(ids, shows_special=True))
+    async def decode(self, ids: Sequence[int], *, shows_special: bool = True) -> str:
+        """Text of ids."""
+        return await self._run(len(ids), lambda: self.tokenizer.decode(ids, shows_special=shows_special))
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.aside.close()
 
     async def _run(self, size: int, work: Callable[[], T]) -> T:
-        if size < _LONG_TEXT_CHARS:
+        if size < LONG:
             return work()
         is_full = self._num_waiting_chars + size > _MAX_WAITING_CHARS and self._num_waiting > 0
         if is_full or self._num_waiting >= _MAX_WAITING:
@@ -114,7 +109,7 @@ class ModelText:
         self._num_waiting += 1
         self._num_waiting_chars += size
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+            return await self.aside.run(size, work)
         finally:
             self._num_waiting -= 1
             self._num_waiting_chars -= size
