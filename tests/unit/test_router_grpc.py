@@ -127,15 +127,14 @@ async def test_a_grammar_that_cannot_be_is_an_invalid_argument(grammar: dict[str
     assert trailing(caught.value)["paceline-param"] == param
 
 
-async def test_a_caller_that_reads_no_longer_gives_its_place_away() -> None:
+async def test_a_caller_that_does_not_read_gives_its_place_away() -> None:
     """The first messages fill what lies between it and the router; the rest would wait for ever."""
     dispatcher = FakeDispatcher(script=[ids_of(" word")[0]] * 450)
     sampling = pb.Sampling(max_tokens=450, logprobs=20)
     asked = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]), n=8, sampling=sampling)
     narrow = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536))
     async with channel(dispatcher, max_unread_s=0.2, channel_options=narrow) as opened:
-        responses = aiter(stub(opened).Generate(asked))
-        await anext(responses)
+        responses = stub(opened).Generate(asked)
         await asyncio.wait_for(dispatcher.until_idle(), timeout=60)
         assert dispatcher.num_closed_early == 8
         with pytest.raises(grpc.aio.AioRpcError) as caught:
