@@ -115,11 +115,10 @@ class HttpFrontEnd:
             Route("/version", self.version),
             Route("/server_info", self.server_info),
             Route("/workers", self.workers),
-            Route("/openapi.json", self.openapi),
             *(Route(path, self.live) for path in ("/live", "/livez", "/liveness")),
             *(Route(path, self.ready) for path in ("/ready", "/readyz", "/readiness")),
             *(Route(path, self.health) for path in ("/health", "/healthz")),
-            *(self._admin.routes() if has_admin else ()),
+            *((Route("/openapi.json", self.openapi), *self._admin.routes()) if has_admin else ()),
         ]
 
     async def completions(self, request: Request) -> Response:
@@ -245,12 +244,12 @@ class HttpFrontEnd:
         return self._keys.user(request.headers.get("authorization", ""))
 
 
-def _on_router_error(_request: Request, error: Exception) -> Response:
+async def _on_router_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, RouterError)
     return error_response(error)
 
 
-def _on_http_error(request: Request, error: Exception) -> Response:
+async def _on_http_error(request: Request, error: Exception) -> Response:
     """Unknown paths and methods, found by the routing."""
     assert isinstance(error, HTTPException)
     named = RouterError(f"{request.method} {request.url.path}: {error.detail}", code="not_found")
@@ -261,6 +260,6 @@ def _on_http_error(request: Request, error: Exception) -> Response:
     return JsonResponse(body, status_code=error.status_code, headers=error.headers)
 
 
-def _on_any_error(_request: Request, _error: Exception) -> Response:
+async def _on_any_error(_request: Request, _error: Exception) -> Response:
     """The server logs the exception; the client learns nothing about our insides."""
     return error_response(RouterError("internal error"))

@@ -3,6 +3,7 @@
 Owns status codes, headers and disconnects. Must never know what a request means.
 """
 
+import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -26,6 +27,7 @@ Produce = Callable[[Callable[[bytes], Awaitable[None]]], Coroutine[Any, Any, Non
 
 _MAX_LABEL_CHARS = 128
 _CLIENT_GONE_STATUS = 499
+_MAX_SILENCE_S = 60.0
 _STREAM_HEADERS = {
     "content-type": "text/event-stream",
     "cache-control": "no-cache",
@@ -36,6 +38,11 @@ _STREAM_HEADERS = {
 class UnsupportedMediaType(BadRequest):
     http_status = 415
     default_code = "unsupported_media_type"
+
+
+class BodyTooSlow(BadRequest):
+    http_status = 408
+    default_code = "body_timeout"
 
 
 class ClientGone(Exception):
@@ -58,6 +65,8 @@ def error_body(error: RouterError) -> dict[str, Any]:
 
 def error_response(error: RouterError) -> Response:
     headers = {"x-paceline-reason": error.code}
+    if isinstance(error, BodyTooSlow):
+        headers["connection"] = "close"  # the rest of the body is no next request
     if error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     return JsonResponse(error_body(error), status_code=error.http_status, headers=headers)
@@ -69,7 +78,10 @@ def client_gone_response() -> Response:
 
 
 async def read_body(request: Request, *, max_bytes: int) -> bytes:
-    """A JSON body. Raises UnsupportedMediaType, BodyTooLarge or ClientGone; reads no more than it must."""
+    """A JSON body; reads no more than it must.
+
+    Raises UnsupportedMediaType, BodyTooLarge, BodyTooSlow or ClientGone.
+    """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type and media_type != "application/json" and not media_type.endswith("+json"):
         raise UnsupportedMediaType(f"content-type must be application/json, got {media_type!r}")
@@ -79,12 +91,17 @@ async def read_body(request: Request, *, max_bytes: int) -> bytes:
         raise too_large
     chunks: list[bytes] = []
     num_bytes = 0
+    loop = asyncio.get_running_loop()
     try:
-        async for chunk in request.stream():
-            num_bytes += len(chunk)
-            if num_bytes > max_bytes:
-                raise too_large
-            chunks.append(chunk)
+        async with asyncio.timeout(_MAX_SILENCE_S) as patience:
+            async for chunk in request.stream():
+                num_bytes += len(chunk)
+                if num_bytes > max_bytes:
+                    raise too_large
+                chunks.append(chunk)
+                patience.reschedule(loop.time() + _MAX_SILENCE_S)
+    except TimeoutError:
+        raise BodyTooSlow(f"the body must not pause for {_MAX_SILENCE_S:.0f} seconds") from None
     except ClientDisconnect:
         raise ClientGone from None
     return b"".join(chunks)

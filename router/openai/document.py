@@ -21,6 +21,7 @@ _ERRORS = {
     "400": "The request is wrong; `param` names the field",
     "401": "The API key is missing or wrong",
     "404": "No such model",
+    "408": "The body did not come to its end",
     "413": "The body is too large",
     "415": "The body is not JSON",
     "429": "Too much load; see Retry-After",

@@ -45,6 +45,8 @@ def read_message(where: str, value: Any) -> Message:
         message["tool_call_id"] = read_text(f"{where}.tool_call_id", value.get("tool_call_id"))
     if "tool_calls" in message and value.get("content") is None:
         message["content"] = ""  # clients send calls back with null; many templates add to it without asking
+    elif role == "assistant":
+        message["content"] = _answered(where, value)
     else:
         message["content"] = read_content(f"{where}.content", value.get("content"))
     if value.get("name") is not None:
@@ -104,6 +106,21 @@ def read_text(where: str, value: Any) -> str:
     if not isinstance(value, str):
         raise refuse(where, "a string", value)
     return value
+
+
+def _answered(where: str, value: Mapping[str, Any]) -> str:
+    """What the assistant said. That it refused something it said in a field or in parts of their own."""
+    content, refusal = value.get("content"), value.get("refusal")
+    if content is None and refusal is not None:
+        return read_text(f"{where}.refusal", refusal)
+    if isinstance(content, list):
+        content = [_as_text(part) for part in content]
+    return read_content(f"{where}.content", content)
+
+
+def _as_text(part: Any) -> Any:
+    is_refusal = isinstance(part, dict) and part.get("type") == "refusal"
+    return {"type": "text", "text": part.get("refusal")} if is_refusal else part
 
 
 def read_content(where: str, value: Any) -> str:

@@ -9,15 +9,20 @@ from typing import Any
 from router.errors import BadRequest
 
 _ANY_ENDPOINT: Mapping[str, tuple[Any, ...]] = {
+    "guided_whitespace_pattern": (),
     "kv_transfer_params": (),
     "length_penalty": (1, 1.0),
     "logits_processors": ([],),
     "lora_request": (),
+    "mm_processor_kwargs": ({},),
     "prompt_embeds": (),
     "regex": (),
     "repetition_detection": (),
+    "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
+    "thinking_token_budget": (),
     "use_beam_search": (False,),
+    "vllm_xargs": ({},),
 }
 
 _COMPLETIONS: Mapping[str, tuple[Any, ...]] = {
@@ -32,6 +37,7 @@ _CHAT: Mapping[str, tuple[Any, ...]] = {
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
+    "include_reasoning": (True,),
     "modalities": (["text"],),
     "moderation": (),
     "prediction": (),

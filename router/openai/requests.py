@@ -120,9 +120,6 @@ def _wishes(
     fields: Fields, *, logprobs: int | None, echo_top: int | None = None, may_be_empty: bool = False
 ) -> Wishes:
     is_stream = fields.boolean("stream")
-    stream_options = Fields(fields.mapping("stream_options"), known=("include_usage",))
-    if fields.raw("stream_options") is not None and not is_stream:
-        raise BadRequest("stream_options must be left out unless stream is true", param="stream_options")
     prompt_top = prompt_logprobs(fields)
     scored = max((top for top in (prompt_top, echo_top) if top is not None), default=None)
     options = read_sampling(
@@ -139,11 +136,22 @@ def _wishes(
         prompt_top=prompt_top,
         n=fields.integer("n", minimum=1, maximum=MAX_CHOICES) or 1,
         is_stream=is_stream,
-        wants_usage=stream_options.boolean("include_usage"),
+        wants_usage=_wants_usage(fields, is_stream=is_stream),
         wants_token_ids=fields.boolean("return_token_ids"),
         priority=fields.integer("priority", minimum=-(2**31), maximum=2**31 - 1) or 0,
         cache_salt=fields.text("cache_salt") or "",
     )
+
+
+def _wants_usage(fields: Fields, *, is_stream: bool) -> bool:
+    where = "stream_options"
+    if fields.raw(where) is not None and not is_stream:
+        raise BadRequest(f"{where} must be left out unless stream is true", param=where)
+    options = Fields(fields.mapping(where), known=("include_usage", "include_obfuscation"))
+    if options.boolean("include_obfuscation"):
+        field = f"{where}.include_obfuscation"
+        raise BadRequest(f"{field} is not supported", param=field, code="unsupported_parameter")
+    return options.boolean("include_usage")
 
 
 def read_prompt_options(fields: Fields) -> PromptOptions:

@@ -102,7 +102,23 @@ _RESULT: Json = {
     "required": ["role", "tool_call_id", "content"],
     "properties": {"role": {"enum": ["tool"]}, "tool_call_id": _STRING, "content": _CONTENT},
 }
-_MESSAGE: Json = {"anyOf": [_SAID, _CALLED, _RESULT]}
+_REFUSAL_PART: Json = {
+    "type": "object",
+    "required": ["type", "refusal"],
+    "properties": {"type": {"enum": ["refusal"]}, "refusal": _STRING},
+}
+_ANSWER_PARTS: Json = {"type": "array", "minItems": 1, "items": {"anyOf": [_TEXT_PART, _REFUSAL_PART]}}
+_ANSWERED: Json = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {"role": {"enum": ["assistant"]}, "content": _ANSWER_PARTS},
+}
+_REFUSED: Json = {
+    "type": "object",
+    "required": ["role", "refusal"],
+    "properties": {"role": {"enum": ["assistant"]}, "content": {"type": "null"}, "refusal": _STRING},
+}
+_MESSAGE: Json = {"anyOf": [_SAID, _CALLED, _RESULT, _ANSWERED, _REFUSED]}
 _FUNCTION: Mapping[str, Json] = {
     "name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"},
     "description": {"type": ["string", "null"]},
@@ -123,7 +139,10 @@ _TOOL_CHOICE: Mapping[str, Json] = {
 _MESSAGES: Json = {"type": "array", "minItems": 1, "items": _MESSAGE}
 _STREAM_OPTIONS: Json = {
     "type": "object",
-    "properties": {"include_usage": {"type": ["boolean", "null"]}},
+    "properties": {
+        "include_usage": {"type": ["boolean", "null"]},
+        "include_obfuscation": {"enum": [False, None]},
+    },
 }
 
 _SAMPLING: Mapping[str, Json] = {

@@ -608,6 +608,30 @@ async def test_a_client_that_leaves_cancels_its_generations_at_once(
 
 
 @virtual
+@pytest.mark.parametrize("pause_s", [59.0, 61.0])
+async def test_a_body_may_come_slowly_but_not_stop(pause_s: float) -> None:
+    pieces = [b'{"prompt"', b": [5]", b', "max_tokens": 1}']
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        await asyncio.sleep(pause_s)
+        if not pieces:
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": pieces.pop(0), "more_body": bool(pieces)}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await http_app(answering(), smollm2_text())(scope("/v1/completions"), receive, send)
+    start, answer = sent[0], json.loads(sent[1]["body"])
+    if pause_s < 60:
+        assert (start["status"], len(answer["choices"])) == (200, 1)
+        return
+    assert (start["status"], answer["error"]["code"]) == (408, "body_timeout")
+    assert (b"connection", b"close") in start["headers"]
+
+
+@virtual
 @pytest.mark.parametrize("pause_s", [59.0, 1000.0])
 async def test_a_client_that_takes_nothing_for_minutes_is_gone_but_not_one_that_is_slow(
     pause_s: float,

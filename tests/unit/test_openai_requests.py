@@ -189,6 +189,23 @@ def test_messages_reach_the_template_as_plain_text() -> None:
 
 
 @pytest.mark.parametrize(
+    "said",
+    [
+        {"content": None, "refusal": "I will not."},
+        {"refusal": "I will not."},
+        {"content": [{"type": "refusal", "refusal": "I will not."}]},
+    ],
+)
+def test_what_the_assistant_refused_is_what_it_said(said: dict[str, Any]) -> None:
+    messages = [{"role": "assistant", **said}, {"role": "user", "content": "x"}]
+    assert read_chat({"messages": messages}).messages[0] == {"role": "assistant", "content": "I will not."}
+    assert chat_error(messages=[{"role": "user", **said}])[0] in (
+        "messages[0].content",
+        "messages[0].content[0].type",
+    )
+
+
+@pytest.mark.parametrize(
     ("field", "value"),
     [
         ("functions", [{}]),
@@ -296,3 +313,5 @@ def test_sampling_fields_are_all_read() -> None:
 def test_stream_options_need_a_stream() -> None:
     assert chat_error(stream_options={"include_usage": True})[0] == "stream_options"
     assert read_chat(CHAT | {"stream": True, "stream_options": {"include_usage": True}}).wishes.wants_usage
+    padded = {"stream": True, "stream_options": {"include_obfuscation": True}}
+    assert chat_error(**padded)[0] == completion_error(**padded)[0] == "stream_options.include_obfuscation"

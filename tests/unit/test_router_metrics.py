@@ -297,6 +297,7 @@ async def test_with_a_port_of_their_own_the_main_port_has_no_pages_for_operators
     pages = AdminPages(FakeOperations(), authorise=lambda _: None)
     paths = [route.path for route in pages.routes()]
     assert paths == ["/metrics", "/metrics/targets", "/dashboard", "/dashboard/data"]
+    paths.append("/openapi.json")
     admin, main = (
         http_app(FakeDispatcher(script=(5, 2)), smollm2_text(), has_admin=has_admin)
         for has_admin in (True, False)
