@@ -7,7 +7,9 @@ A `TransportNode` is one end; a `Bench` makes ends of one kind that can reach on
 import asyncio
 import ctypes
 import functools
+import itertools
 import json
+import os
 import random
 import sys
 import threading
@@ -34,6 +36,7 @@ from kv_transfer.transports.memory import Fault, MemoryFabric, MemoryTransport, 
 
 PAGE_BYTES = 1 << 16
 NUM_PAGES = 64
+PATIENCE_S = 60.0  # for what a busy machine may take long over; nothing waits so long that goes well
 
 Kind = TypeVar("Kind")
 
@@ -203,15 +206,17 @@ class ProcessBench:
             self._run(entry[1].stop(0))
 
     def close(self) -> None:
-        for node, _ in list(self._nodes):
-            self.stop(node)
-        self._run(_finish_tasks())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        try:
+            for node, _ in list(self._nodes):
+                self.stop(node)
+            self._run(_finish_tasks())
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
 
     def _run(self, coroutine: Coroutine[Any, Any, Kind]) -> Kind:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=20)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(PATIENCE_S)
 
     async def _serve(self, address: str) -> tuple[grpc.aio.Server, int]:
         server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
@@ -225,7 +230,7 @@ class ProcessBench:
 async def _finish_tasks() -> None:
     """Wait for what the stopped streams still have to do."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
-    await asyncio.wait(others, timeout=5) if others else None
+    await asyncio.wait(others, timeout=PATIENCE_S / 2) if others else None
 
 
 def make_bench(kind: str) -> Bench:
@@ -240,7 +245,7 @@ def pair(writer: TransportNode, receiver: TransportNode, *, copy_bytes: int | No
 
 
 def pump(
-    bench: Bench, nodes: Iterable[TransportNode], until: Callable[[], bool], timeout_s: float = 20.0
+    bench: Bench, nodes: Iterable[TransportNode], until: Callable[[], bool], timeout_s: float = PATIENCE_S
 ) -> None:
     """Poll the nodes until the claim holds; fails with the events seen when it never does."""
     nodes = list(nodes)
@@ -265,7 +270,8 @@ def idle(bench: Bench, nodes: Iterable[TransportNode], seconds: float = 0.3) -> 
 
 
 def run_peer(kind: str, role: str) -> None:
-    """One end in its own process: prints its offer, reads the other's from stdin, then works for ever."""
+    """One end in its own process: prints its offer, reads the other's from stdin, works until that dies."""
+    parent = os.getppid()
     bench = make_bench(kind)
     node = bench.node(pool=make_pool(0xEE), receives=role == "receiver")
     offer = node.transport.offer()
@@ -275,7 +281,9 @@ def run_peer(kind: str, role: str) -> None:
     node.transport.connect(peer, TransportOffer(name=kind, blob=bytes.fromhex(theirs["blob"])))
     print("connected", flush=True)
     pages = tuple(range(NUM_PAGES))
-    for attempt in range(1 << 30):
+    for attempt in itertools.count():
+        if os.getppid() != parent:
+            return
         if role == "writer":
             ready = Ready(tid=TransferId("endless", attempt), start=0, local_pages=pages, remote_pages=pages)
             handle = node.transport.write(peer, ready.tid, ready)
