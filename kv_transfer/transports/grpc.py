@@ -185,7 +185,7 @@ class GrpcTransport:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(_read_acks(context, outgoing))
                 tasks.create_task(_send_frames(context, outgoing, wakeup))
-        except* (_StreamEnded, FrameError, grpc.RpcError, grpc.aio.UsageError) as errors:
+        except* (_StreamEnded, FrameError, grpc.RpcError, grpc.aio.BaseError) as errors:
             reason = str(errors.exceptions[0]) or reason
         finally:
             outgoing.close(reason, is_lost=True)
