@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 import grpc.aio
 
+from deploy.ports import free_port
 from kv_transfer.ids import Incarnation, TransferId, new_incarnation
 from kv_transfer.messages import TransportOffer
 from kv_transfer.transport import (
@@ -183,7 +184,7 @@ class ProcessBench:
         incarnation = incarnation or new_incarnation()
         leases = Leases()
         pool = pool or make_pool()
-        server, port = self._run(self._serve(address or "127.0.0.1:0"))
+        server, port = self._run(self._serve(address or f"127.0.0.1:{free_port()}"))
         address = f"127.0.0.1:{port}"
         built = registry.build(
             self.kind,
