@@ -20,7 +20,7 @@ class ClusterBench:
     """File for the plot, a PNG; empty: next to the JSON file."""
 
     model: str = BUNDLED_MODEL
-    """Hugging Face folder, .gguf file, or smollm2."""
+    """Hugging Face folder, or smollm2."""
 
     prompts: str = ""
     """JSON lines: strings, or objects with prompt, turns, messages or user; empty: eight built-in prompts."""

@@ -15,7 +15,7 @@ class GatewayBench:
     """File for the numbers; empty: none."""
 
     model: str = BUNDLED_MODEL
-    """Hugging Face folder, .gguf file, or smollm2: whose tokenizer the router uses."""
+    """Hugging Face folder, or smollm2: whose tokenizer the router uses."""
 
     smg: str = ""
     """Environment with the gateway smg, in Rust, to measure on the same kind of stub; empty: none."""
