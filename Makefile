@@ -15,6 +15,8 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),cuda,cpu)
+# PyPI's own torch is a CUDA build: a pip that is set up for nothing else gets the CPU build from PyTorch.
+TORCH_INDEX ?= $(if $(filter cpu,$(TORCH)),$(shell $(PIP) config list | grep -E 'index|find-links' >/dev/null || echo https://download.pytorch.org/whl/cpu))
 ARGS ?=
 PROMPT ?=
 
@@ -34,7 +36,7 @@ $(VENV)/.made:
 
 $(VENV)/.torch: requirements/torch-cpu.txt requirements/torch-cuda.txt | $(VENV)/.made
 	@echo "== environment 2/4: torch ($(TORCH) build), the largest download"
-	@$(PIP) install -r requirements/torch-$(TORCH).txt
+	@$(PIP) install $(addprefix --extra-index-url=,$(TORCH_INDEX)) -r requirements/torch-$(TORCH).txt
 	@touch $@
 
 $(VENV)/.node: requirements/router.txt requirements/node.txt requirements/local.txt requirements/constraints.txt $(VENV)/.torch

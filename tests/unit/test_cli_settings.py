@@ -1,6 +1,7 @@
 """Where a setting comes from, and what happens to names and values that mean nothing."""
 
 import dataclasses
+import json
 import os
 import resource
 import subprocess
@@ -92,6 +93,36 @@ def test_what_means_nothing_is_refused_by_name_and_without_a_traceback(
     assert done.returncode in {1, 2}
     assert complaint in " ".join(said.split())
     assert "Traceback" not in said
+
+
+def defaults(config: object) -> dict[str, object]:
+    """Every setting that has one, by the name of its flag; those of groups too."""
+    found: dict[str, object] = {}
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+        value = getattr(config, field.name)
+        found |= defaults(value) if dataclasses.is_dataclass(value) else {field.name: value}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+@pytest.mark.parametrize("source", ["file", "environment"])
+@pytest.mark.parametrize("command", CONFIGS)
+def test_every_setting_is_a_key_of_the_file_and_a_variable(
+    command: str, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name that is neither would be refused."""
+    config = CONFIGS[command]
+    plain = config(model="m") if command in ("prefill", "decode", "router") else config()
+    values = defaults(plain)
+    assert set(setting_names(config)) - values.keys() <= {"seed"}
+    words = [command]
+    if source == "file":
+        text = "".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items())
+        words += ["--config", file(tmp_path, f"[{command}]\n{text}")]
+    else:
+        for name, value in values.items():
+            monkeypatch.setenv(f"PACELINE_{command.upper()}_{name.upper()}", f"{value}")
+    _, bound, _ = cli.app.parse_args(words, exit_on_error=False, print_error=False)
+    assert bound.arguments["settings"] == plain
 
 
 @pytest.mark.parametrize("command", CONFIGS)
