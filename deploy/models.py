@@ -47,7 +47,7 @@ def bundled(*, report: Report = print) -> Path:
     """Folder of SmolLM2-135M-Instruct in the user's cache, converted from the GGUF in its pip package."""
     folder = cache_dir() / f"{BUNDLED_NAME}-v{FORMAT}" / BUNDLED_NAME
     if not folder.is_dir():
-        convert(gguf_of_package(), folder, report=report)
+        _write(gguf_of_package(), folder, report=report)
     return folder
 
 
@@ -75,6 +75,11 @@ def convert(gguf: Path, folder: Path, *, report: Report = print) -> None:
     """Write `folder` from a GGUF file, whole or not at all. Raises ValueError, ModelNotFound."""
     if folder.exists():
         raise ValueError(f"folder must not exist yet, got {str(folder)!r}")
+    _write(gguf, folder, report=report)
+
+
+def _write(gguf: Path, folder: Path, *, report: Report) -> None:
+    """The same; leaves a folder alone that another process wrote meanwhile."""
     if not gguf.is_file():
         raise ModelNotFound(f"gguf must be a file, got {str(gguf)!r}")
     from engine.loaders.convert import convert_gguf
