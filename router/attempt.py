@@ -1,4 +1,4 @@
-"""One dispatch of one request to one pair: both legs opened at once, their events read as one.
+"""One dispatch of one request to one pair: both legs opened at once, their events heard as one.
 
 Owns the two legs. Must never know policies, readiness or what happens after the attempt broke.
 
@@ -11,13 +11,14 @@ Which event ends an attempt:
     link lost                   ... but what becomes of P no longer matters once D has answered
 """
 
+import asyncio
 from dataclasses import dataclass, replace
 
-from router.links import NodeLinks
-from router.mailbox import Arrival, LinkLost, Mailbox
+from router.errors import DeadlineExceeded
+from router.links import LinkLost, NodeLinks
 from router.merge import MergeFault, TokenMerger
 from router.policies import RequestFacts, pages_of
-from router.requests import Delta, GenerateRequest
+from router.requests import Delta, GenerateRequest, Take
 from wire.records import NodeRecord
 from wire.work import (
     Event,
@@ -112,7 +113,10 @@ class Broken:
 
 
 class Attempt:
-    """`end` is None until the attempt is over; `close` must be called in any case."""
+    """Hands what may be delivered to `take` as it is heard, in order. `close` must be called in any case.
+
+    `end` is None until the nodes ended the attempt. It is over too when `take` wants no more or fails.
+    """
 
     def __init__(
         self,
@@ -123,7 +127,7 @@ class Attempt:
         merger: TokenMerger,
         links: NodeLinks,
         deadline_s: float,
-        capacity: int,
+        take: Take,
     ) -> None:
         self.route = route
         self.end: Done | Broken | None = None
@@ -135,7 +139,9 @@ class Attempt:
         self._num_before = len(merger.delivered)
         self._finished: dict[str, Finished] = {}
         self._last_word: Finished | None = None
-        self._mailbox = Mailbox(capacity=capacity)
+        self._deliver = take
+        self._fault: Exception | None = None
+        self._over = asyncio.get_running_loop().create_future()
         self._sides = {"decode": route.decode} if route.prefill is None else {
             "prefill": route.prefill,
             "decode": route.decode,
@@ -144,28 +150,28 @@ class Attempt:
         merger.restart()
         self._note_sent(request)
         self._legs = {
-            side: links.submit(
-                node, self._submit(request, side, deadline_s), side=side, mailbox=self._mailbox
-            )
+            side: links.submit(node, self._submit(request, side, deadline_s), side=side, hear=self._hear)
             for side, node in self._sides.items()
         }
 
-    async def receive(self) -> list[Delta]:
-        """Wait for news; what may be delivered now, in order. Raises ConsumerTooSlow, DeadlineExceeded."""
-        deltas: list[Delta] = []
-        await self._mailbox.news()
-        for arrival in self._mailbox.take():
-            if self.end is None:
-                deltas += self._take(arrival)
-        return deltas
+    async def over(self) -> None:
+        """Until nothing more will be delivered. Raises what `take` raised, and DeadlineExceeded."""
+        await self._over
+        fault, self._fault = self._fault, None
+        try:
+            if fault is not None:
+                raise fault
+        finally:
+            del fault  # which knows this frame
 
     def expire(self) -> None:
-        """The request's time is up: `receive` raises DeadlineExceeded once nothing waits any more."""
-        self._mailbox.expire()
+        """The request's time is up."""
+        self._finish(DeadlineExceeded("the request's deadline passed"))
 
     def close(self) -> None:
         """Stop listening. A request that is not complete is cancelled on both nodes."""
-        for side, leg in self._legs.items():
+        legs, self._legs = self._legs, {}  # which know us
+        for side, leg in legs.items():
             leg.close(cancel=not isinstance(self.end, Done))
             node = self._sides[side].incarnation
             if side == "decode":
@@ -214,23 +220,39 @@ class Attempt:
     def _other(self, side: str) -> NodeRecord | None:
         return next((node for name, node in self._sides.items() if name != side), None)
 
-    def _take(self, arrival: Arrival) -> list[Delta]:
-        event = arrival.event
+    def _hear(self, side: str, event: Event | LinkLost) -> None:
+        if self._over.done():
+            return
+        try:
+            for delta in self._take(side, event):
+                if not self._deliver(delta):
+                    return self._finish()
+        except Exception as fault:  # noqa: BLE001  raised where the request is served, not to who tells of it
+            return self._finish(fault)
+        if self.end is not None:
+            self._finish()
+
+    def _finish(self, fault: Exception | None = None) -> None:
+        if not self._over.done():
+            self._fault = fault
+            self._over.set_result(None)
+
+    def _take(self, side: str, event: Event | LinkLost) -> list[Delta]:
         match event:
             case Tokens():
-                return self._tokens(arrival.side, event)
+                return self._tokens(side, event)
             case PromptInfo():
-                if self._computes_prompt(arrival.side):
+                if self._computes_prompt(side):
                     self.cached_tokens = event.cached_tokens
             case PromptLogprobs():
-                return self._merge(arrival.side, event)
+                return self._merge(side, event)
             case Finished():
-                self._finished[arrival.side] = event
+                self._finished[side] = event
                 if event.reason != HANDED_OVER and self._last_word is None:
                     self._last_word = event
                 self._settle()
             case Rejected() | Preempted() | Failed() | LinkLost():
-                self._broke(arrival.side, event)
+                self._broke(side, event)
         return []
 
     def _tokens(self, side: str, tokens: Tokens) -> list[Delta]:

@@ -7,7 +7,7 @@ way to recover: dispatch attempt k+1 with prompt + tokens delivered so far, what
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from router.admission import Admission, Claim
@@ -25,7 +25,7 @@ from router.errors import (
 from router.links import NodeLinks
 from router.pairs import PairBook
 from router.refusals import refused
-from router.requests import Delta, GenerateRequest, Outcome
+from router.requests import Delta, GenerateRequest, Outcome, Take
 from router.routing import Routing
 from router.run import Run
 from router.stats import RouterStats
@@ -86,11 +86,11 @@ class Dispatcher:
         self._is_draining = True
         await self._idle.wait()
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta | Outcome]:
-        """Yields deltas in index order, then one Outcome. Raises errors.RouterError, on the first item
-        when nothing was dispatched.
+    async def generate(self, request: GenerateRequest, take: Take) -> Outcome | None:
+        """Hands deltas to `take`, in index order; None when it wanted no more. Raises what `take` raises,
+        and errors.RouterError.
 
-        Close it (contextlib.aclosing): that cancels the request on its nodes, whatever its phase.
+        Cancel it: that cancels the request on its nodes, whatever its phase.
         """
         loop = asyncio.get_running_loop()
         with self._counted():
@@ -100,23 +100,26 @@ class Dispatcher:
             self._stats.started()
             run.start(now=loop.time())
             run.trace(self._tracer)
+
+            def deliver(delta: Delta) -> bool:
+                run.deliver(delta, now=loop.time())
+                return take(delta)
+
             try:
                 while run.outcome is None:
-                    attempt = await self._open(run)
-                    # One timer an attempt: a timeout around every wait would cost more than the wait.
+                    attempt = await self._open(run, deliver)
                     deadline = loop.call_at(run.deadline, attempt.expire)
                     try:
-                        while attempt.end is None:
-                            for delta in await attempt.receive():
-                                run.deliver(delta, now=loop.time())
-                                yield delta
+                        await attempt.over()
                     finally:
                         deadline.cancel()
                         attempt.close()
                         run.close_attempt(attempt)
+                    if attempt.end is None:
+                        return None
                     self._conclude(run, attempt)
                 self._stats.finished(run.outcome)
-                yield run.outcome
+                return run.outcome
             except RouterError as error:
                 run.ending = error.code
                 raise
@@ -187,7 +190,7 @@ class Dispatcher:
                 decode_seconds=run.last_token_at - run.first_token_at,
             )
 
-    async def _open(self, run: Run) -> Attempt:
+    async def _open(self, run: Run, take: Take) -> Attempt:
         decision = await self._routing.choose(run)
         run.dispatch(now=asyncio.get_running_loop().time())
         self._stats.decided(self._config.policy, decision.kind)
@@ -199,7 +202,7 @@ class Dispatcher:
             merger=run.merger,
             links=self._links,
             deadline_s=run.deadline - asyncio.get_running_loop().time(),
-            capacity=self._config.mailbox_events,
+            take=take,
         )
 
     def _conclude(self, run: Run, attempt: Attempt) -> None:

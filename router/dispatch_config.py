@@ -27,4 +27,3 @@ class DispatchConfig:
     requeue_wait_s: float = 30.0
     retry_delay_s: float = 0.05
     retry_after_s: float = 1.0
-    mailbox_events: int = 4096

@@ -4,15 +4,14 @@ Owns the text and the count of one answer. Must never know HTTP, gRPC, or which 
 """
 
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
 from router.planning import Plan
-from router.requests import Delta, GenerateRequest, Outcome, TokenLogprob
+from router.requests import Delta, GenerateRequest, Outcome, Take, TokenLogprob
 from router.text.stream import Piece, TextStream
 from router.text.tokenizer import Tokenizer
 
@@ -22,8 +21,9 @@ _NOTHING = Piece("", 0)
 class Generates(Protocol):
     """The dispatcher, as front ends know it."""
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta | Outcome]:
-        """Deltas in index order, then one Outcome; closing it cancels the request. Raises RouterError."""
+    async def generate(self, request: GenerateRequest, take: Take) -> Outcome | None:
+        """Deltas in index order go to `take`; None when it wanted no more. Cancelling it cancels the request.
+        Raises RouterError."""
         ...
 
 
@@ -70,8 +70,11 @@ class Ended:
         return self.reason == "length"
 
 
+Tell = Callable[[TextDelta | Ended], None]
+
+
 class Generation:
-    """Runs one plan. Closing `run()` at any point cancels the work on the nodes."""
+    """Runs one plan, once. Cancelling `run()` at any point cancels the work on the nodes."""
 
     def __init__(
         self,
@@ -100,38 +103,33 @@ class Generation:
         )
         self._drafted = 0
         self._accepted: Counter[int] = Counter()
+        self._first_at: float | None = None
 
-    async def run(self) -> AsyncGenerator[TextDelta | Ended]:
-        """Text deltas, then one Ended. Raises RouterError."""
-        started, first_at, outcome = self._clock(), None, None
-        last: TextDelta | None = None
+    async def run(self, tell: Tell) -> None:
+        """Tells text deltas as they come, then one Ended. Raises RouterError, and what `tell` raises."""
+        started = self._clock()
+
+        def take(delta: Delta) -> bool:
+            if self._first_at is None:
+                self._first_at = self._clock()
+            tell(self._shown(delta))
+            return not self._stream.is_stopped_by_text
+
         try:
-            async with aclosing(self._dispatcher.generate(self._request)) as items:
-                async for item in items:
-                    if isinstance(item, Outcome):
-                        outcome = item
-                        continue
-                    first_at = self._clock() if first_at is None else first_at
-                    if self._is_empty:
-                        yield TextDelta(text="", ids=(), prompt_logprobs=item.prompt_logprobs)
-                        continue
-                    delta = self._take(item)
-                    if self._stream.is_stopped_by_text:
-                        last = delta
-                        break
-                    yield delta
+            outcome = await self._dispatcher.generate(self._request, take)
         finally:
-            if first_at is not None:
+            if self._first_at is not None:
                 self._spend(self._stream.num_tokens)
-        if last is not None:
-            yield last
-        elif rest := self._stream.finish():
-            yield TextDelta(text=rest, ids=(), logprobs=() if self._has_logprobs else None)
-        yield self._ended(outcome, ttft_s=0.0 if first_at is None else first_at - started)
+        if rest := self._stream.finish():
+            tell(TextDelta(text=rest, ids=(), logprobs=() if self._has_logprobs else None))
+        tell(self._ended(outcome, ttft_s=0.0 if self._first_at is None else self._first_at - started))
+
+    def _shown(self, delta: Delta) -> TextDelta:
+        if self._is_empty:
+            return TextDelta(text="", ids=(), prompt_logprobs=delta.prompt_logprobs)
+        return self._take_each(delta) if self._tells_texts else self._take(delta)
 
     def _take(self, delta: Delta) -> TextDelta:
-        if self._tells_texts:
-            return self._take_each(delta)
         drafted = self._stream.push(delta.ids[: delta.accepted]) if delta.accepted else _NOTHING
         drawn = self._stream.push(delta.ids[delta.accepted :])
         num_tokens = drafted.num_tokens + drawn.num_tokens

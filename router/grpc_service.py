@@ -6,7 +6,7 @@ Owns the labels Abort knows. Must never know nodes.
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -36,6 +36,7 @@ from router.leaving import MAX_UNREAD_S, Sending, left_or_unread, until_left
 from router.openai.chat_format import ChatFormat
 from router.openai.logprobs import SIZE as LOGPROB_SIZE
 from router.openai.tools import NO_TOOLS, Tools
+from router.outlet import Outlet
 from router.planning import Label, Plan, SamplingOptions, cut
 from router.tenants import tenant_of
 from router.text.options import PromptOptions
@@ -43,6 +44,9 @@ from wire.gen import generate_pb2, generate_pb2_grpc
 from wire.logs import about
 
 logger = logging.getLogger(__name__)
+
+Packed = Callable[[], Awaitable[generate_pb2.GenerateResponse]]
+"""Makes a message when its turn has come."""
 
 
 class Aborted(RouterError):
@@ -82,9 +86,14 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
             user = self._user(context)
             user.start()
             with self._abortable(user, label) as aborted:
-                sending = Sending()
-                answer = self._answer(request, context, label=label, user=user, sending=sending)
-                await until_left(self._raise_when(aborted, sending, label), answer)
+
+                async def send(packed: Packed) -> None:
+                    await context.write(await packed())
+
+                outlet = Outlet(send)
+                answer = self._answer(request, context, label=label, user=user, put=outlet.put)
+                watch = self._raise_when(aborted, outlet, label)
+                await until_left(watch, outlet.through(answer), outlet.pump())
         except RouterError as error:
             await abort(context, error)
         except grpc.aio.BaseError:
@@ -122,7 +131,7 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
         *,
         label: str,
         user: User,
-        sending: Sending,
+        put: Callable[[Packed], None],
     ) -> None:
         metadata = {str(key): str(value) for key, value in context.invocation_metadata() or ()}
         told = Label(
@@ -144,25 +153,19 @@ class GenerationService(generate_pb2_grpc.GenerationServicer):
         ]
         ends: list[Ended] = []
 
-        async def write(message: generate_pb2.GenerateResponse) -> None:
-            sending.num_begun += 1
-            await context.write(message)
-            sending.num_sent += 1
-
-        async def tell(index: int, item: TextDelta | Ended) -> None:
+        async def packed(index: int, item: TextDelta | Ended) -> generate_pb2.GenerateResponse:
             if not isinstance(item, Ended):
                 pack = partial(pack_delta, item, label=label, index=index, parts=parts[index])
-                size = LOGPROB_SIZE * len(item.prompt_logprobs or ())
-                await write(await self._door.aside.run(size, pack))
-                return
+                return await self._door.aside.run(LOGPROB_SIZE * len(item.prompt_logprobs or ()), pack)
             ends.append(item)
             ended = pack_end(item, label=label, index=index, parts=parts[index])
             if len(ends) == len(plans):
                 add_totals(ended, ends, num_prompt_tokens=len(prompt_ids))
-            await write(ended)
+            return ended
 
         bill = Bill(user, len(prompt_ids))
-        await run_all([self._door.generation(plan, spend=bill.spend) for plan in plans], tell, bill=bill)
+        generations = [self._door.generation(plan, spend=bill.spend) for plan in plans]
+        await run_all(generations, lambda index, item: put(partial(packed, index, item)), bill=bill)
 
     async def _plans(
         self, request: generate_pb2.GenerateRequest, label: Label, tools: Tools | None

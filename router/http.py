@@ -17,9 +17,9 @@ from starlette.types import ASGIApp
 from router.admin import AdminPages, Operations
 from router.api_keys import ApiKeys, User
 from router.errors import ModelNotFound, RouterError
+from router.event_stream import Events, EventStream
 from router.http_edge import (
     ClientGone,
-    EventStream,
     JsonResponse,
     RequestIds,
     client_gone_response,
@@ -33,7 +33,6 @@ from router.http_metrics import CountRequests
 from router.openai.answers import Answers, Origin
 from router.openai.bodies import decode_body
 from router.openai.document import Json, document
-from router.openai.exchange import Send
 from router.openai.requests import read_chat, read_completion
 from router.openai.responses import read_response
 from router.openai.tokenizing import read_detokenize, read_tokenize
@@ -42,15 +41,11 @@ from router.served import ServedModel
 from router.tenants import tenant_of
 
 
-class Exchange(Protocol):
+class Exchange(Events[Any], Protocol):
     """One accepted request and its answer, given either way."""
 
     async def body(self) -> dict[str, Any]:
         """The whole answer. Raises RouterError."""
-        ...
-
-    async def stream(self, send: Send) -> None:
-        """Sends every event. Raises RouterError."""
         ...
 
 
@@ -212,7 +207,7 @@ class HttpFrontEnd:
             body = await self._body(request)
             exchange, is_stream = await prepare(body, self._origin(request, user))
             if is_stream:
-                return EventStream(exchange.stream)
+                return EventStream(exchange)
             return JsonResponse(await until_disconnect(request.receive, exchange.body()))
         except ClientGone:
             return client_gone_response()

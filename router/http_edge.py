@@ -1,13 +1,11 @@
-"""The edge between HTTP and everything else: bodies in, errors and event streams out, clients that leave.
+"""The edge between HTTP and everything else: bodies in, errors out, clients that leave.
 
 Owns status codes, headers and disconnects. Must never know what a request means.
 """
 
 import asyncio
-import logging
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from functools import partial
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Never, TypeVar
 
 import msgspec
@@ -16,23 +14,13 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.errors import BadRequest, BodyTooLarge, RouterError
-from router.leaving import Sending, left_or_unread, until_left
-from router.openai.exchange import sse
-from wire.logs import about
-
-logger = logging.getLogger(__name__)
+from router.leaving import until_left
 
 T = TypeVar("T")
-Produce = Callable[[Callable[[bytes], Awaitable[None]]], Coroutine[Any, Any, None]]
 
 _MAX_LABEL_CHARS = 128
 _CLIENT_GONE_STATUS = 499
 _MAX_SILENCE_S = 60.0
-_STREAM_HEADERS = {
-    "content-type": "text/event-stream",
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",
-}
 
 
 class UnsupportedMediaType(BadRequest):
@@ -116,92 +104,14 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _raise_on_disconnect(receive: Receive) -> Never:
-    await _disconnect(receive)
+    await disconnect(receive)
     raise ClientGone
 
 
-async def _disconnect(receive: Receive) -> None:
+async def disconnect(receive: Receive) -> None:
+    """Until the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _raise_when_unread(receive: Receive, sending: Sending) -> Never:
-    if not await left_or_unread(partial(_disconnect, receive), sending):
-        logger.info("a client reads its stream no longer")
-    raise ClientGone
-
-
-class EventStream(Response):
-    """Server-sent events. The status line waits for the first event, so an early refusal has its own status.
-
-    A failure after that becomes an error event, and the stream ends without `[DONE]`.
-    """
-
-    def __init__(self, produce: Produce) -> None:
-        super().__init__(headers=_STREAM_HEADERS)
-        del self.headers["content-length"]
-        self._produce = produce
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        stream = _Stream(
-            send,
-            body=scope["paceline.send"],
-            write=scope.get("paceline.write", _no),
-            headers=self.raw_headers,
-        )
-        try:
-            await until_left(_raise_when_unread(receive, stream.sending), self._produce(stream.send))
-        except ClientGone:
-            return
-        except RouterError as error:
-            await self._fail(error, stream, scope, receive=receive, send=send)
-        except Exception:
-            logger.exception("a stream failed", extra=about(str(scope.get("paceline.request_id", ""))))
-            await self._fail(RouterError("internal error"), stream, scope, receive=receive, send=send)
-        else:
-            await stream.close()
-
-    async def _fail(
-        self, error: RouterError, stream: "_Stream", scope: Scope, *, receive: Receive, send: Send
-    ) -> None:
-        if not stream.is_open:
-            await error_response(error)(scope, receive, send)
-            return
-        await stream.send(sse(error_body(error)))
-        await stream.close()
-
-
-class _Stream:
-    """A response body that begins with its first bytes. `start` sends its head, `body` what `write` does not
-    write at once, and the end."""
-
-    def __init__(
-        self, start: Send, *, body: Send, write: Callable[[bytes], bool], headers: list[tuple[bytes, bytes]]
-    ) -> None:
-        self._start = start
-        self._body = body
-        self._write = write
-        self._headers = headers
-        self.is_open = False
-        self.sending = Sending()
-
-    async def send(self, data: bytes) -> None:
-        if self.is_open and self._write(data):
-            return
-        self.sending.num_begun += 1
-        if not self.is_open:
-            self.is_open = True
-            await self._start({"type": "http.response.start", "status": 200, "headers": self._headers})
-        await self._body({"type": "http.response.body", "body": data, "more_body": True})
-        self.sending.num_sent += 1
-
-    async def close(self) -> None:
-        await self._body({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def _no(_piece: bytes) -> bool:
-    """For servers that know no shorter way."""
-    return False
 
 
 def by_port(apps: Mapping[int, ASGIApp], *, otherwise: ASGIApp) -> ASGIApp:

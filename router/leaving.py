@@ -2,8 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
-from typing import Any, Never, TypeVar
+from typing import Any, Never, Protocol, TypeVar
 
 T = TypeVar("T")
 
@@ -11,12 +10,14 @@ MAX_UNREAD_S = 60.0
 """Who takes nothing of a stream for so long, and holds a place that others wait for, is gone."""
 
 
-@dataclass(slots=True)
-class Sending:
-    """How many pieces of a stream were handed to the network, and how many of them it took."""
+class Sending(Protocol):
+    """How many pieces of a stream the network took late, and whether one waits for it."""
 
-    num_begun: int = 0
-    num_sent: int = 0
+    @property
+    def num_sent(self) -> int: ...
+
+    @property
+    def is_waiting(self) -> bool: ...
 
 
 async def left_or_unread(
@@ -25,8 +26,7 @@ async def left_or_unread(
     """True once `leaves` is over, False when one piece has waited for so long, or up to twice that: a timer a
     piece would cost too much."""
     while True:
-        num_sent = sending.num_sent
-        is_waiting = sending.num_begun > num_sent
+        num_sent, is_waiting = sending.num_sent, sending.is_waiting
         try:
             async with asyncio.timeout(max_unread_s):
                 await leaves()
@@ -37,8 +37,11 @@ async def left_or_unread(
             return True
 
 
-async def until_left(left: Coroutine[Any, Any, Never], work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`. It is cancelled as soon as `left` raises, and that exception comes out instead.
+async def until_left(
+    left: Coroutine[Any, Any, Never], work: Coroutine[Any, Any, T], *beside: Coroutine[Any, Any, Never]
+) -> T:
+    """The result of `work`. It is cancelled as soon as `left` raises, or what runs `beside` it, and that
+    exception comes out instead.
 
     What `work` raises comes through as it is. It is a task of its own, so that what wakes it is not handed
     through everything the caller waits in.
@@ -46,10 +49,11 @@ async def until_left(left: Coroutine[Any, Any, Never], work: Coroutine[Any, Any,
     done: list[T] = []
 
     async def run(group: asyncio.TaskGroup) -> None:
-        watcher = group.create_task(left)
+        others = [group.create_task(one) for one in (left, *beside)]
         working = group.create_task(_noted(work, done))
         await asyncio.wait((working,))  # a group takes its own cancelling of us back only in its body
-        watcher.cancel()
+        for other in others:
+            other.cancel()
 
     await in_group(run)
     return done[0]

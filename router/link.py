@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from router.mailbox import Arrival, LinkLost, Mailbox
 from router.prefix_index import PrefixIndex
 from wire.channel import Channel, ChannelClosed, Connector
 from wire.kv_events import KvSubscribe, KvUpdate
@@ -48,6 +47,17 @@ class LinkConfig:
     outbox_messages: int = 1024
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkLost:
+    """Stands in for the last word of a node whose stream broke, or was never open."""
+
+    reason: str
+
+
+Hear = Callable[[str, Event | LinkLost], None]
+"""Told of every event of a leg at once, and of the leg's side of the pair: "prefill" or "decode"."""
+
+
 @dataclass(slots=True)
 class Leg:
     """One tid on one node, as the attempt that opened it holds it. Ended: the node said its last word."""
@@ -55,7 +65,7 @@ class Leg:
     link: "Link"
     tid: TransferId
     side: str
-    mailbox: Mailbox
+    hear: Hear
     is_ended: bool = False
 
     def close(self, *, cancel: bool) -> None:
@@ -89,9 +99,9 @@ class Link:
         self._legs: dict[TransferId, Leg] = {}
         self._outbox: asyncio.Queue[Submit | Cancel | KvSubscribe] = asyncio.Queue()
 
-    def submit(self, submit: Submit, *, side: str, mailbox: Mailbox) -> Leg:
-        """Send work and listen for its events. A link that is down answers with LinkLost."""
-        leg = Leg(self, submit.tid, side, mailbox)
+    def submit(self, submit: Submit, *, side: str, hear: Hear) -> Leg:
+        """Send work and listen for its events. A link that is down answers LinkLost before it returns."""
+        leg = Leg(self, submit.tid, side, hear)
         if not self.is_open:
             self._end(leg, f"{self.record.address}: {self.reason}")
         elif self._outbox.qsize() >= self._config.outbox_messages:
@@ -187,7 +197,7 @@ class Link:
         if isinstance(event, _LAST_WORDS):
             del self._legs[event.tid]
             leg.is_ended = True
-        leg.mailbox.put(Arrival(leg.side, event))
+        leg.hear(leg.side, event)
 
     def _lose(self, reason: str) -> None:
         self.is_open, self.reason = False, reason
@@ -200,7 +210,7 @@ class Link:
 
     def _end(self, leg: Leg, reason: str) -> None:
         leg.is_ended = True
-        leg.mailbox.put(Arrival(leg.side, LinkLost(reason=reason)))
+        leg.hear(leg.side, LinkLost(reason=reason))
 
 
 def _reason_of(error: Exception) -> str:

@@ -7,16 +7,15 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from router.link import Leg, Link, LinkConfig
+from router.link import Hear, Leg, Link, LinkConfig, LinkLost
 from router.loads import SentBook
-from router.mailbox import Mailbox
 from router.prefix_index import PrefixIndex
 from router.stats import RouterStats
 from wire.channel import Connector
 from wire.records import NodeRecord
 from wire.work import Incarnation, Submit
 
-__all__ = ["Leg", "LinkConfig", "NodeLinks", "NodeSource"]
+__all__ = ["Leg", "LinkConfig", "LinkLost", "NodeLinks", "NodeSource"]
 
 
 class NodeSource(Protocol):
@@ -73,10 +72,10 @@ class NodeLinks:
         """Why a link is not open; "" when it is."""
         return self._links[node].reason if node in self._links else "gone from the registry"
 
-    def submit(self, node: NodeRecord, submit: Submit, *, side: str, mailbox: Mailbox) -> Leg:
-        """Send work to a node. A node that is gone or down answers with LinkLost in the mailbox."""
+    def submit(self, node: NodeRecord, submit: Submit, *, side: str, hear: Hear) -> Leg:
+        """Send work to a node. One that is gone or down answers with LinkLost before this returns."""
         link = self._links.get(node.incarnation) or self._new_link(node)
-        return link.submit(submit, side=side, mailbox=mailbox)
+        return link.submit(submit, side=side, hear=hear)
 
     async def run(self) -> None:
         """Follow the registry until cancelled; then close every stream."""

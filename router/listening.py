@@ -61,15 +61,16 @@ class _Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["paceline.write"] = self._write  # type: ignore[typeddict-unknown-key]
+        self.scope["paceline.connection"] = self  # type: ignore[typeddict-unknown-key]
 
-    def _write(self, piece: bytes) -> bool:
-        """One piece of a chunked body whose head is sent. False, and nothing is written, where it must wait
-        or has nowhere to go: ASGI's way knows how."""
-        if self.flow.write_paused or self.transport.is_closing():
-            return False
+    @property
+    def is_free(self) -> bool:
+        """False where a piece must wait or has nowhere to go: ASGI's way knows how."""
+        return not (self.flow.write_paused or self.transport.is_closing())
+
+    def write_piece(self, piece: bytes) -> None:
+        """Of a chunked body whose head is sent."""
         self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
-        return True
 
 
 def uvicorn_config(app: ASGIApp, access: Access | None = None) -> uvicorn.Config:

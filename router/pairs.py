@@ -256,14 +256,14 @@ class PairBook:
             merger=TokenMerger(max_tokens=2),
             links=self._links,
             deadline_s=self._config.canary_timeout_s,
-            capacity=64,
+            take=lambda _: True,
         )
         end: Done | Broken
         try:
             async with asyncio.timeout(self._config.canary_timeout_s):
-                while (ended := attempt.end) is None:
-                    await attempt.receive()
-            end = ended
+                await attempt.over()
+            assert attempt.end is not None
+            end = attempt.end
         except TimeoutError:
             end = _timed_out(route, self._config.canary_timeout_s)
         finally:

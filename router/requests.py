@@ -3,7 +3,7 @@
 Plain values. Must never know text, HTTP, gRPC or which node does what.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -19,6 +19,7 @@ __all__ = [
     "SamplingParams",
     "Stage",
     "Summary",
+    "Take",
     "Timings",
     "TokenLogprob",
 ]
@@ -76,6 +77,10 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     drafted: int = 0
     accepted: int = 0
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+Take = Callable[[Delta], bool]
+"""Called with every delta as soon as it is there; must not wait. False: nothing more is wanted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

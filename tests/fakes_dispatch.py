@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from router.listening import HttpServer, uvicorn_config
 from router.openai.answers import Answers
 from router.openai.chat_format import ChatFormat
 from router.planning import Planner
-from router.requests import Delta, GenerateRequest, Outcome, Timings, TokenLogprob
+from router.requests import Delta, GenerateRequest, Outcome, Take, Timings, TokenLogprob
 from router.served import ServedModel
 from router.text.model_text import ModelText
 from router.text.parsers.catalogue import PLAIN, AnswerFormat
@@ -81,15 +81,20 @@ class FakeDispatcher:
         """Until no generation is open."""
         await self.idle.wait()
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta | Outcome]:
+    async def generate(self, request: GenerateRequest, take: Take) -> Outcome | None:
         self.requests.append(request)
         self.num_open += 1
         self.idle.clear()
         is_over = False
         try:
-            async for item in self._items(request):
-                yield item
-            is_over = True
+            async with aclosing(self._items(request)) as items:
+                async for item in items:
+                    if isinstance(item, Outcome):
+                        is_over = True
+                        return item
+                    if not take(item):
+                        break
+            return None
         except RouterError:
             is_over = True
             raise

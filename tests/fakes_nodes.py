@@ -6,7 +6,7 @@ A FakeNode records what it was sent and says only what a test tells it to, over 
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import wraps
 from itertools import count
@@ -300,11 +300,15 @@ class Reader:
 
     async def run(self) -> None:
         try:
-            async with aclosing(self._dispatcher.generate(self._request)) as items:
-                async for item in items:
-                    self.items.append(item)
+            outcome = await self._dispatcher.generate(self._request, self._take)
+            assert outcome is not None
+            self.items.append(outcome)
         except Exception as error:  # noqa: BLE001  a test looks at it
             self.error = error
+
+    def _take(self, delta: Delta) -> bool:
+        self.items.append(delta)
+        return True
 
 
 @asynccontextmanager

@@ -3,7 +3,7 @@
 Owns the choices of one request and the order of their chunks. Must never know sockets: the caller sends.
 """
 
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ from router.generation import Ended, Generation, TextDelta
 from router.openai.logprobs import SIZE
 from router.openai.shapes import Envelope, Json, Shape, extension, joined, usage
 
-Send = Callable[[bytes], Awaitable[None]]
+Told = tuple[int, TextDelta | Ended]
+"""The place of a choice, and what it comes to next."""
 
 DONE = b"data: [DONE]\n\n"
 _LINE_ENDS = tuple((char.encode(), f"\\u{ord(char):04x}".encode()) for char in "\u0085\u2028\u2029")
@@ -63,6 +64,7 @@ class Exchange:
         self._manner = manner
         self._prompt_lens = tuple(prompt_lens)
         self._ends: dict[int, Ended] = {}
+        self._unopened = set(range(len(choices)))
         wants_more = envelope.num_top is not None or envelope.wants_token_ids
         self._shows_silence = wants_more or manner.is_debug
         # What all events of the answer begin with, and what most of them end with.
@@ -74,7 +76,7 @@ class Exchange:
         """The whole answer. Raises RouterError."""
         deltas: list[list[TextDelta]] = [[] for _ in self._choices]
 
-        async def collect(index: int, item: TextDelta | Ended) -> None:
+        def collect(index: int, item: TextDelta | Ended) -> None:
             if isinstance(item, Ended):
                 self._ends[index] = item
             else:
@@ -96,20 +98,24 @@ class Exchange:
             **extension(self._ends),
         }
 
-    async def stream(self, send: Send) -> None:
-        """Sends every event, `[DONE]` last. After a RouterError nothing may follow but the error."""
-        unopened = set(range(len(self._choices)))
+    async def stream(self, put: Callable[[Told], None]) -> None:
+        """Puts all there is to show. After a RouterError nothing may follow but the error."""
+        await self._run(lambda index, item: put((index, item)))
 
-        async def forward(index: int, item: TextDelta | Ended) -> None:
-            data = b""
-            if index in unopened:
-                unopened.remove(index)
-                data = await self._opening(index, item)
-            data += self._closing(index, item) if isinstance(item, Ended) else self._delta(index, item)
-            if data:
-                await send(data)
+    async def shown(self, told: Told) -> bytes:
+        index, item = told
+        opening = b""
+        if index in self._unopened:
+            self._unopened.remove(index)
+            opening = await self._opening(index, item)
+        return opening + self._shown(index, item)
 
-        await self._run(forward)
+    def shown_now(self, told: Told) -> bytes | None:
+        index, item = told
+        return None if index in self._unopened else self._shown(index, item)
+
+    def _shown(self, index: int, item: TextDelta | Ended) -> bytes:
+        return self._closing(index, item) if isinstance(item, Ended) else self._delta(index, item)
 
     def _run(self, emit: Emit) -> Coroutine[Any, Any, None]:
         return run_all([choice.generation for choice in self._choices], emit, bill=self._bill)

@@ -3,7 +3,7 @@
 Owns the order of its events. Must never know sockets: the caller sends.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from router.api_keys import Bill
 from router.choices import run_all
@@ -12,7 +12,7 @@ from router.generation import Ended, Generation, TextDelta
 from router.openai.response_output import ResponseOutput
 from router.openai.response_shapes import EventWriter, Json, ResponseShape
 
-Send = Callable[[bytes], Awaitable[None]]
+Told = TextDelta | Ended | RouterError
 
 
 class ResponseExchange:
@@ -32,12 +32,13 @@ class ResponseExchange:
         self._output = output
         self._shape = shape
         self._wall_clock = wall_clock
+        self._writer = EventWriter(shape)
 
     async def body(self) -> Json:
         """The whole answer. Raises RouterError."""
         ends: list[Ended] = []
 
-        async def collect(_: int, item: TextDelta | Ended) -> None:
+        def collect(_: int, item: TextDelta | Ended) -> None:
             if isinstance(item, Ended):
                 ends.append(item)
             else:
@@ -47,31 +48,36 @@ class ResponseExchange:
         self._output.finish(is_cut=ends[0].is_cut)
         return self._whole(ends[0])
 
-    async def stream(self, send: Send) -> None:
-        """Sends every event; none follows the last one, which is not `[DONE]`.
+    async def stream(self, put: Callable[[Told], None]) -> None:
+        """Puts all there is to show. Raises RouterError before the first event; a later one becomes
+        `response.failed`."""
+        has_begun = False
 
-        Raises RouterError before the first event; a later one becomes `response.failed`.
-        """
-        writer = EventWriter(self._shape)
-
-        async def forward(_: int, item: TextDelta | Ended) -> None:
-            data = b"" if writer.is_open else writer.opening()
-            data += self._next(writer, item)
-            if data:
-                await send(data)
+        def forward(_: int, item: TextDelta | Ended) -> None:
+            nonlocal has_begun
+            has_begun = True
+            put(item)
 
         try:
             await run_all([self._generation], forward, bill=self._bill)
         except RouterError as error:
-            if not writer.is_open:
+            if not has_begun:
                 raise
-            await send(writer.failed(error))
+            put(error)
 
-    def _next(self, writer: EventWriter, item: TextDelta | Ended) -> bytes:
-        if isinstance(item, Ended):
-            rest = writer.written(self._output.finish(is_cut=item.is_cut))
-            return rest + writer.closing(self._whole(item))
-        return writer.written(self._output.push(item))
+    async def shown(self, told: Told) -> bytes:
+        return self.shown_now(told)
+
+    def shown_now(self, told: Told) -> bytes:
+        """The last one is not `[DONE]`."""
+        writer, output = self._writer, self._output
+        opening = b"" if writer.is_open else writer.opening()
+        if isinstance(told, RouterError):
+            return opening + writer.failed(told)
+        if isinstance(told, Ended):
+            rest = writer.written(output.finish(is_cut=told.is_cut))
+            return opening + rest + writer.closing(self._whole(told))
+        return opening + writer.written(output.push(told))
 
     def _whole(self, end: Ended) -> Json:
         return self._shape.whole(self._output, end, completed_at=int(self._wall_clock()))

@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import random
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from router.dispatch import DispatchConfig, Dispatcher
 from router.links import LinkConfig, NodeLinks
 from router.pairs import PairBook, PairConfig
 from router.prefix_index import PrefixIndex
-from router.requests import GenerateRequest, Outcome
+from router.requests import Delta, GenerateRequest, Outcome
 from router.stats import RouterStats
 from speculative.proposer import Proposer
 from tests.engines import VOCAB_SIZE
@@ -246,14 +246,14 @@ class SimCluster:
 
     async def generate(self, stream: Stream) -> tuple[int, ...]:
         """Consume one generation; every index must come exactly once and in order."""
-        async with aclosing(self.dispatcher.generate(stream.request)) as items:
-            async for item in items:
-                assert stream.outcome is None, "nothing may follow the outcome"
-                if isinstance(item, Outcome):
-                    stream.outcome = item
-                else:
-                    assert item.first_index == len(stream.ids), f"{stream.request.label}: index order"
-                    stream.ids += item.ids
+
+        def take(delta: Delta) -> bool:
+            assert stream.outcome is None, "nothing may follow the outcome"
+            assert delta.first_index == len(stream.ids), f"{stream.request.label}: index order"
+            stream.ids += delta.ids
+            return True
+
+        stream.outcome = await self.dispatcher.generate(stream.request, take)
         return tuple(stream.ids)
 
     # what must hold

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
 
 import pytest
 
@@ -253,13 +252,21 @@ async def test_a_leg_that_said_its_last_word_is_not_cancelled() -> None:
 
 
 @virtual
-async def test_closing_the_generator_at_a_delta_cancels_both_legs() -> None:
+async def test_wanting_no_more_at_a_delta_cancels_both_legs() -> None:
+    taken: list[Delta] = []
+
+    def take(delta: Delta) -> bool:
+        taken.append(delta)
+        return len(taken) < 2
+
     async with cluster() as made:
-        async with aclosing(made.dispatcher.generate(a_request())) as items:
-            pending = asyncio.ensure_future(anext(items))
-            await settle()
-            made["p1"].tokens(0, 10)
-            assert await pending == Delta(first_index=0, ids=(10,))
+        pending = asyncio.ensure_future(made.dispatcher.generate(a_request(), take))
+        await settle()
+        made["d1"].tokens(1, 11)
+        made["d1"].tokens(2, 12)
+        made["p1"].tokens(0, 10)  # three at once
+        assert await pending is None
+        assert taken == [Delta(first_index=0, ids=(10,)), Delta(first_index=1, ids=(11,))]
         await settle()
         assert (made["p1"].cancels, made["d1"].cancels) == ([TID], [TID])
 
@@ -316,21 +323,21 @@ async def test_the_deadline_ends_the_request_and_cancels_both_legs() -> None:
 
 
 @virtual
-async def test_a_stream_that_nobody_reads_is_dropped_not_buffered() -> None:
-    async with cluster(dispatch=DispatchConfig(mailbox_events=4)) as made:
-        items = made.dispatcher.generate(a_request(max_tokens=100))
-        async with aclosing(items):
-            first = asyncio.ensure_future(anext(items))
-            await settle()
-            made["p1"].tokens(0, 10)
-            await first
-            for index in range(1, 6):
-                made["d1"].tokens(index, index)
-            await settle()
-            with pytest.raises(ConsumerTooSlow):
-                await anext(items)
+async def test_what_the_reader_of_one_request_raises_ends_that_request_alone() -> None:
+    def take(_: Delta) -> bool:
+        raise ConsumerTooSlow("it reads nothing")
+
+    async with cluster() as made, reading(made, a_request()) as other:
+        doomed = asyncio.ensure_future(made.dispatcher.generate(a_request(), take))
         await settle()
-        assert (made["p1"].cancels, made["d1"].cancels) == ([TID], [TID])
+        for attempt in (1, 2):
+            made["p1"].emit(Tokens(tid=TransferId(f"r{attempt}", 1), first_index=0, ids=(10,)))
+        with pytest.raises(ConsumerTooSlow):
+            await doomed
+        await settle()
+        assert (made["p1"].cancels, made["d1"].cancels) == ([TransferId("r2", 1)], [TransferId("r2", 1)])
+        assert other.tokens == [(0, (10,))]
+        assert made.counted("requests_total{outcome=consumer_too_slow}") == 1.0
 
 
 @virtual
@@ -369,6 +376,5 @@ def test_a_request_without_a_prompt_is_refused() -> None:
 
 async def _refusal(dispatcher: Dispatcher, request: GenerateRequest) -> Exception:
     with pytest.raises(Exception) as caught:
-        async with aclosing(dispatcher.generate(request)) as items:
-            await anext(items)
+        await dispatcher.generate(request, lambda _: True)
     return caught.value

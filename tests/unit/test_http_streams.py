@@ -2,11 +2,14 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
+import pytest
+
 from bench.http_stream import StreamParser
-from router.http_edge import EventStream, RequestIds
+from router.event_stream import EventStream
+from router.http_edge import RequestIds
 from tests.fakes_dispatch import listening
 
 NUM_EVENTS = 50
@@ -22,30 +25,36 @@ ALL = [payload(index) for index in range(NUM_EVENTS)]
 
 
 class Producer:
-    """Sends as fast as it is let."""
+    """Puts everything at once, however little of it is taken, and then lasts until `may_end`."""
 
-    def __init__(self) -> None:
-        self.num_sent = 0
+    def __init__(self, *, shows_now: bool = True) -> None:
+        self.shows_now = shows_now
+        self.may_end = asyncio.Event()
+        self.has_put = asyncio.Event()
+        self.is_over = asyncio.Event()
 
-    async def produce(self, send: Callable[[bytes], Awaitable[None]]) -> None:
-        for index in range(NUM_EVENTS):
-            await send(b"data: " + payload(index) + b"\n\n")
-            self.num_sent += 1
-            await asyncio.sleep(0)
+    async def stream(self, put: Callable[[bytes], None]) -> None:
+        try:
+            for index in range(NUM_EVENTS):
+                put(b"data: " + payload(index) + b"\n\n")
+                await asyncio.sleep(0)
+            self.has_put.set()
+            await self.may_end.wait()
+        finally:
+            self.is_over.set()
 
-    async def until_held(self) -> None:
-        """Until something was sent, and then nothing for a while."""
-        before = 0
-        while not self.num_sent or self.num_sent > before:
-            before = self.num_sent
-            await asyncio.sleep(0.2)
+    async def shown(self, told: bytes) -> bytes:
+        return told
+
+    def shown_now(self, told: bytes) -> bytes | None:
+        return told if self.shows_now else None
 
 
 @asynccontextmanager
 async def connected(
     producer: Producer,
 ) -> AsyncGenerator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    app = RequestIds(EventStream(producer.produce), lambda: "r")
+    app = RequestIds(EventStream(producer), lambda: "r")
     # With buffers as narrow as those, little is sent that nobody reads.
     async with listening(app, buffer_bytes=BUFFER_BYTES) as address:
         host, port = address.split(":")
@@ -69,29 +78,30 @@ async def answers(reader: asyncio.StreamReader, count: int) -> list[list[bytes]]
     return [StreamParser().feed(b"HTTP/1.1 200 OK" + one) for one in heads]
 
 
-async def test_a_client_that_pauses_holds_the_answer_up_and_then_gets_all_of_it_in_order() -> None:
-    producer = Producer()
+@pytest.mark.parametrize("shows_now", [False, True])
+async def test_a_client_that_pauses_gets_all_of_its_answer_in_order_when_it_goes_on(shows_now: bool) -> None:
+    producer = Producer(shows_now=shows_now)
+    producer.may_end.set()
     async with connected(producer) as (reader, writer):
         for _ in range(2):  # a connection serves one request after the other
-            producer.num_sent = 0
             writer.write(REQUEST)
-            await producer.until_held()
-            assert 0 < producer.num_sent < NUM_EVENTS
+            await producer.is_over.wait()
             assert await answers(reader, 1) == [ALL]
+            producer.is_over.clear()
 
 
 async def test_two_requests_sent_at_once_on_one_connection_are_answered_one_after_the_other() -> None:
     producer = Producer()
+    producer.may_end.set()
     async with connected(producer) as (reader, writer):
         writer.write(2 * REQUEST)
         assert await answers(reader, 2) == [ALL, ALL]
 
 
-async def test_a_client_that_leaves_in_the_middle_ends_the_answer() -> None:
+async def test_a_client_that_leaves_what_it_has_not_read_ends_the_answer() -> None:
     producer = Producer()
     async with connected(producer) as (_reader, writer):
         writer.write(REQUEST)
-        await producer.until_held()
+        await producer.has_put.wait()
         writer.transport.abort()
-        await producer.until_held()
-        assert producer.num_sent < NUM_EVENTS
+        await asyncio.wait_for(producer.is_over.wait(), timeout=20)

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from router.errors import RequestRefused
-from router.link import LinkConfig
-from router.mailbox import Arrival, LinkLost, Mailbox
+from router.link import LinkConfig, LinkLost
 from tests.fakes_nodes import a_request, cluster, reading, settle, virtual
-from wire.work import Accepted, Submit, TransferId
+from wire.work import Accepted, Event, Submit, TransferId
 
 TID = TransferId("r1", 1)
+Heard = tuple[str, Event | LinkLost]
 
 
 def _submit(attempt: int = 1) -> Submit:
@@ -28,14 +28,13 @@ def _submit(attempt: int = 1) -> Submit:
 @virtual
 async def test_a_link_closes_when_its_record_disappears_and_its_requests_are_told() -> None:
     async with cluster("d1") as made:
-        d, mailbox = made["d1"], Mailbox(capacity=8)
-        made.links.submit(d.record, _submit(), side="decode", mailbox=mailbox)
+        d, heard = made["d1"], list[Heard]()
+        made.links.submit(d.record, _submit(), side="decode", hear=lambda *what: heard.append(what))
         await settle()
         made.registry.remove("d1")
         await settle()
         assert d.channels[0].is_closed
-        await mailbox.news()
-        assert mailbox.take() == [Arrival("decode", LinkLost(reason="d1: gone from the registry"))]
+        assert heard == [("decode", LinkLost(reason="d1: gone from the registry"))]
         assert made.links.records() == []
 
 
@@ -98,22 +97,23 @@ async def test_work_for_a_node_that_is_down_is_answered_at_once() -> None:
     async with cluster("d1") as made:
         made["d1"].die()
         await settle()
-        mailbox = Mailbox(capacity=8)
-        leg = made.links.submit(made["d1"].record, _submit(), side="decode", mailbox=mailbox)
+        heard: list[Heard] = []
+        leg = made.links.submit(
+            made["d1"].record, _submit(), side="decode", hear=lambda *what: heard.append(what)
+        )
         assert leg.is_ended
-        await mailbox.news()
-        assert mailbox.take() == [Arrival("decode", LinkLost(reason="d1: stream reset"))]
+        assert heard == [("decode", LinkLost(reason="d1: stream reset"))]
 
 
 @virtual
 async def test_submits_that_wait_to_be_sent_are_bounded() -> None:
     async with cluster("d1", link=LinkConfig(outbox_messages=1)) as made:
-        mailbox = Mailbox(capacity=8)
+        heard: list[Heard] = []
         for attempt in (1, 2):
-            made.links.submit(made["d1"].record, _submit(attempt), side="decode", mailbox=mailbox)
-        await mailbox.news()
-        [arrival] = mailbox.take()
-        assert arrival == Arrival("decode", LinkLost(reason="d1: too much waits to be sent"))
+            made.links.submit(
+                made["d1"].record, _submit(attempt), side="decode", hear=lambda *what: heard.append(what)
+            )
+        assert heard == [("decode", LinkLost(reason="d1: too much waits to be sent"))]
         await settle()
         assert [submit.tid for submit in made["d1"].submits] == [TID]
 

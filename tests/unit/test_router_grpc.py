@@ -129,7 +129,7 @@ async def test_a_grammar_that_cannot_be_is_an_invalid_argument(grammar: dict[str
 
 async def test_a_caller_that_does_not_read_gives_its_place_away() -> None:
     """The first messages fill what lies between it and the router; the rest would wait for ever."""
-    dispatcher = FakeDispatcher(script=[ids_of(" word")[0]] * 450)
+    dispatcher = FakeDispatcher(script=[ids_of(" word")[0]] * 450, stall_after=449)
     sampling = pb.Sampling(max_tokens=450, logprobs=20)
     asked = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]), n=8, sampling=sampling)
     narrow = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536))
