@@ -32,7 +32,10 @@ class GgufFile:
     """One memory-mapped file; a tensor is dequantised to float32 when it is asked for."""
 
     def __init__(self, path: Path) -> None:
-        self._reader = GGUFReader(str(path))
+        try:
+            self._reader = GGUFReader(str(path))
+        except (ValueError, LookupError) as error:
+            raise UnsupportedModel(f"{path} must be a whole GGUF file: {error}") from error
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         self._architecture = str(self.field("general.architecture"))
         if self._architecture not in _ARCHITECTURES:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from engine.models.config import ModelConfig, UnsupportedModel, model_config
 
@@ -22,7 +22,7 @@ class HfFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._files = {name: safe_open(name, framework="pt") for name in self._shards()}
+        self._files = {name: _opened(name) for name in self._shards()}
         self._where = {key: name for name, file in self._files.items() for key in file.keys()}  # noqa: SIM118
 
     def config(self) -> ModelConfig:
@@ -38,7 +38,9 @@ class HfFolder:
     def _shards(self) -> list[Path]:
         index = self.path / _INDEX
         if index.is_file():
-            weight_map: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
+            weight_map = read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise UnsupportedModel(f"{index} must hold a weight_map")
             shards = [self.path / name for name in sorted(set(weight_map.values()))]
         else:
             shards = [self.path / _SINGLE]
@@ -50,14 +52,25 @@ class HfFolder:
 
 def read_config(path: Path) -> ModelConfig:
     """The checked config of a model folder, eos ids from `generation_config.json` where it has them."""
-    config = _json(path / "config.json")
-    if config is None:
-        raise UnsupportedModel(f"model folder lacks {path / 'config.json'}")
-    return model_config(config, _json(path / "generation_config.json"))
+    config, generation = path / "config.json", path / "generation_config.json"
+    if not config.is_file():
+        raise UnsupportedModel(f"model folder lacks {config}")
+    return model_config(read_json(config), read_json(generation) if generation.is_file() else None)
 
 
-def _json(path: Path) -> Mapping[str, Any] | None:
-    if not path.is_file():
-        return None
-    content: Mapping[str, Any] = json.loads(path.read_text())
+def read_json(path: Path) -> Mapping[str, Any]:
+    """The object in a file of JSON. Raises UnsupportedModel."""
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise UnsupportedModel(f"{path} must be JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UnsupportedModel(f"{path} must hold a JSON object, got a {type(content).__name__}")
     return content
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise UnsupportedModel(f"{path} must be a whole safetensors file: {error}") from error

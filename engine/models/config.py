@@ -115,7 +115,9 @@ def _positive(config: Mapping[str, Any], field: str) -> int:
 
 def _rope(config: Mapping[str, Any]) -> RopeConfig:
     """Both spellings: `rope_parameters` (transformers 5), and `rope_theta` with `rope_scaling`."""
-    fields = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    fields = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(fields, Mapping):
+        raise UnsupportedModel(f"rope_parameters must be an object, got {fields!r}")
     kind = fields.get("rope_type", fields.get("type", "default"))
     partial = fields.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if kind not in ("default", "linear", "llama3"):

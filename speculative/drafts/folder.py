@@ -5,7 +5,6 @@ tensor is for.
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-from engine.loaders.hf_folder import HfFolder
+from engine.loaders.hf_folder import HfFolder, read_json
 
 _FINGERPRINT_SAMPLES = 1024
 _TORCH_FILE = "pytorch_model.bin"
@@ -111,7 +110,7 @@ def open_draft(path: str, rename: Rename) -> DraftFolder:
         if canonical in tensors:
             raise ValueError(f"draft {folder.name}: the checkpoint holds {canonical} twice, also as {name}")
         tensors[canonical] = tensor
-    return DraftFolder(path=folder, config=json.loads(config_file.read_text()), tensors=tensors)
+    return DraftFolder(path=folder, config=read_json(config_file), tensors=tensors)
 
 
 def _stored(folder: Path) -> Mapping[str, torch.Tensor]:

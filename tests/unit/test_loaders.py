@@ -1,6 +1,7 @@
 """Checkpoints on disk: both formats, shards, refusals, and the conversion of GGUF to a folder."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,44 @@ def test_missing_files_and_paths_are_named(tmp_path: Path) -> None:
         load_model(folder, dtype="float32", device="cpu")
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "complaint"),
+    [
+        ("config.json", b"{", "must be JSON: "),
+        ("config.json", b"[]", "must hold a JSON object, got a list"),
+        ("generation_config.json", b"\xff", "must be JSON: "),
+        ("model.safetensors", b"", "must be a whole safetensors file: "),
+        (
+            "model.safetensors",
+            b"version https://git-lfs.github.com/spec/v1\n",
+            "must be a whole safetensors file: ",
+        ),
+        ("model.safetensors.index.json", b"{}", "must hold a weight_map"),
+    ],
+)
+def test_a_file_that_is_not_what_it_should_be_is_named(
+    tmp_path: Path, file: str, content: bytes, complaint: str
+) -> None:
+    folder = save_tiny("llama", tmp_path / "m")
+    (folder / file).write_bytes(content)
+    with pytest.raises(UnsupportedModel, match=re.escape(f"{folder / file} {complaint}")):
+        load_model(folder, dtype="float32", device="cpu")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5])
+@pytest.mark.parametrize("kind", ["safetensors", "gguf"])
+def test_a_file_whose_download_broke_off_is_named(tmp_path: Path, kind: str, share: float) -> None:
+    if kind == "gguf":
+        path = file = write_tiny_gguf(tmp_path / "tiny.gguf")
+    else:
+        path = save_tiny("llama", tmp_path / "m")
+        file = path / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: int(len(whole) * share)])
+    with pytest.raises(UnsupportedModel, match=re.escape(f"{file} must be a whole")):
+        load_model(path, dtype="float32", device="cpu")
+
+
 def test_unknown_dtype_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"dtype must be auto or one of .*, got 'int8'"):
         load_model(save_tiny("llama", tmp_path / "m"), dtype="int8", device="cpu")
@@ -213,6 +252,7 @@ def hf_config(**overrides: Any) -> dict[str, Any]:
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type must be .*got 'yarn'"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type must be .*got 'dynamic'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0, got 0.5"),
+        ({"rope_parameters": "yarn"}, "rope_parameters must be an object, got 'yarn'"),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
         ({"mlp_bias": True}, "mlp_bias must be False, got True"),
         ({"quantization_config": {"bits": 4}}, "quantization_config must be None"),
