@@ -188,13 +188,15 @@ async def _paceline(stack: AsyncExitStack, folder: Path, words: Words, *, count:
     )
     port = free_port()
     options = ["--model", f"{words.folder}", "--registry", url, "--port", f"{port}", "--grpc-port", "0"]
+    # On the shared port it is the system's choice which router answers: each must be asked on one of its own.
+    own_ports = [free_port() for _ in range(count)]
     routers: list[Child] = []
-    for index in range(count):
-        command = module("deploy.cli", "router", *options, "--reuse-port", called=f"router{index}")
+    for index, own in enumerate(own_ports):
+        arguments = (*options, "--reuse-port", "--admin-port", f"{own}")
+        command = module("deploy.cli", "router", *arguments, called=f"router{index}")
         routers.append(await stack.enter_async_context(running(command, folder)))
-    # Every process must have proved its pair; which one answers is the system's choice.
-    for _ in range(1 if count == 1 else 20):
-        await until_ok(f"http://127.0.0.1:{port}/ready", (*routers, stub), timeout_s=READY_TIMEOUT_S)
+    for own in own_ports:
+        await until_ok(f"http://127.0.0.1:{own}/ready", (*routers, stub), timeout_s=READY_TIMEOUT_S)
     return Rig(port=port, gateways=tuple(routers))
 
 

@@ -20,7 +20,7 @@ from wire.channel import Channel, ChannelClosed
 from wire.grpc_server import GrpcServer
 from wire.host_events import NodeStatus
 from wire.records import NodeRecord
-from wire.registry import RedisRegistry
+from wire.registry import RedisRegistry, RegistryUnavailable
 from wire.work import Event, Finished, Frame, Submit, Tokens, TransferId, WorkHello, new_incarnation
 
 HEARTBEAT_S = 1.0
@@ -157,7 +157,10 @@ async def run(config: StubConfig) -> None:
 
 async def _beat(registry: RedisRegistry, record: NodeRecord) -> None:
     while True:
-        await registry.publish(record, ttl_s=TTL_S)
+        try:
+            await registry.publish(record, ttl_s=TTL_S)
+        except RegistryUnavailable:
+            pass  # it has only just been started, or is slow
         await asyncio.sleep(HEARTBEAT_S)
 
 

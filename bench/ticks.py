@@ -5,7 +5,7 @@ same clock, which all processes of a machine share. Must never know what is meas
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 TICK_S = 1e-4
 
@@ -18,7 +18,8 @@ def tick() -> int:
 class TickReader:
     """Reads how late words are. They must arrive within half a turn of `words`."""
 
-    def __init__(self, words: Sequence[bytes]) -> None:
+    def __init__(self, words: Sequence[bytes], *, clock: Callable[[], int] = tick) -> None:
+        self._clock = clock
         self._index: Mapping[bytes, int] = {word: index for index, word in enumerate(words)}
         self._num_words = len(words)
 
@@ -27,4 +28,4 @@ class TickReader:
         index = self._index.get(word)
         if index is None:
             return None
-        return ((tick() - index) % self._num_words) * TICK_S
+        return ((self._clock() - index) % self._num_words) * TICK_S

@@ -1,7 +1,10 @@
 """Fixtures every folder of tests may use, and how property tests run."""
 
+import gc
 import os
-import re
+import sys
+import warnings
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -23,8 +26,34 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> SplitByCl
     return SplitByCluster(config, log)
 
 
+def pytest_configure() -> None:
+    """Tests ask this machine only, and so do clusters they share: no proxy must get between them."""
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        del os.environ[name]
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays: to look through it for garbage would halt a test for seconds."""
+    gc.freeze()
+
+
 def pytest_unconfigure() -> None:
+    gc.unfreeze()
     scratch().cleanup()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """What a failed test left open goes at once: its warnings must not fail whichever test comes next."""
+    before = item.session.testsfailed
+    result = yield
+    if item.session.testsfailed > before:
+        sys.last_value = sys.last_traceback = None  # they hold the test's variables
+        told, sys.unraisablehook = sys.unraisablehook, sys.__unraisablehook__
+        with warnings.catch_warnings(action="ignore"):
+            gc.collect()
+        sys.unraisablehook = told
+    return result
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +64,6 @@ def root() -> Path:
 
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A developer's PACELINE_* variables and proxies must not change what a test sees."""
-    is_meant = re.compile("PACELINE_.*|.*_proxy", re.IGNORECASE).fullmatch
-    for name in filter(is_meant, list(os.environ)):
+    """A developer's PACELINE_* variables must not change what a test sees."""
+    for name in [name for name in os.environ if name.startswith("PACELINE_")]:
         monkeypatch.delenv(name)

@@ -14,7 +14,7 @@ from deploy.local import registry_command
 from deploy.ports import free_port
 from deploy.processes import Child
 
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 90.0
 
 
 @dataclass(slots=True, kw_only=True)

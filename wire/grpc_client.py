@@ -54,10 +54,12 @@ class GrpcConnector:
     ) -> None:
         for channel in list(self._open):
             await channel.close()
-        await self._pumps.__aexit__(kind, error, trace)
-        for connection in self._connections.values():
-            await connection.channel.close(None)
-        self._connections.clear()
+        try:
+            await self._pumps.__aexit__(kind, error, trace)
+        finally:
+            for connection in self._connections.values():
+                await connection.channel.close(None)
+            self._connections.clear()
 
     @property
     def num_connections(self) -> int:

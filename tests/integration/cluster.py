@@ -28,10 +28,10 @@ from wire.security import ClusterSecurity, Trust
 Json = dict[str, Any]
 
 POLL_S = 0.02
-START_S = 90.0
-SETTLE_S = 30.0
-GRACE_S = 10.0
-PATIENCE_S = 30.0  # a node may be slow to say how it is while others use its cores
+START_S = 180.0
+SETTLE_S = 90.0
+GRACE_S = 60.0
+PATIENCE_S = 60.0  # a node may be slow to say how it is while others use its cores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,10 +177,12 @@ class Cluster:
 
     async def close(self) -> None:
         """Stop everything. No process may have logged an exception."""
-        await self._clients.aclose()
-        for role in ("router", "decode", "prefill"):
-            chosen = [child for child in self.children if child.log.name.startswith(f"{role}.")]
-            await asyncio.gather(*(child.stop(grace_s=GRACE_S) for child in chosen))
+        try:
+            await self._clients.aclose()
+        finally:
+            for role in ("router", "decode", "prefill"):
+                chosen = [child for child in self.children if child.log.name.startswith(f"{role}.")]
+                await asyncio.gather(*(child.stop(grace_s=GRACE_S) for child in chosen))
         for child in self.children:
             assert "Traceback" not in child.log.read_text(), child.tail()
 

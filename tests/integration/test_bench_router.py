@@ -5,7 +5,7 @@ import pytest
 from bench.router import RouterBench, measure
 from tests.smollm2_text import smollm2_tokenizer_folder
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
 
 async def test_every_request_of_the_load_gets_every_token_from_the_stub_nodes() -> None:

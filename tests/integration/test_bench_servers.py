@@ -60,7 +60,7 @@ async def a_front(prefill: int, decode: int) -> AsyncIterator[int]:
     front = PairFront(Address("127.0.0.1", prefill), Address("127.0.0.1", decode))
     serving = asyncio.create_task(front.serve("127.0.0.1", port))
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while True:
                 try:
                     _, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -141,7 +141,7 @@ class Watcher:
 
 
 async def until_stopped(child: Child, *, is_stopped: bool) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while (state_of(child.pid) == "T") != is_stopped:  # noqa: ASYNC110  another process
             await asyncio.sleep(0.01)
 

@@ -9,6 +9,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from deploy.ports import free_port
 from engine.params import SamplingParams
 from kv_transfer.ids import Incarnation, TransferId
 from kv_transfer.messages import Drained, Refused, Renew
@@ -44,6 +45,7 @@ STATUS = NodeStatus(
     peers={"d-1": "ready"},
 )
 TID = TransferId("r", 1)
+PATIENCE_S = 60.0
 
 
 async def hold(channel: Channel) -> None:
@@ -95,12 +97,29 @@ class FakeNode:
 
 
 @asynccontextmanager
+async def serving(
+    node: FakeNode, address: str = "127.0.0.1:0", *, send_timeout_s: float = PATIENCE_S
+) -> AsyncIterator[str]:
+    """The address at which the node is served for the length of the block."""
+    server = GrpcServer(address, send_timeout_s=send_timeout_s)
+    try:
+        await server.start(node)
+        yield f"127.0.0.1:{server.port}"
+    finally:
+        await server.stop(0.0)
+
+
+def patient(*, send_timeout_s: float = PATIENCE_S) -> GrpcConnector:
+    return GrpcConnector(connect_timeout_s=PATIENCE_S, send_timeout_s=send_timeout_s)
+
+
+@asynccontextmanager
 async def grpc_pair(node: FakeNode, send_timeout_s: float) -> AsyncIterator[tuple[Connector, str]]:
-    server = GrpcServer("127.0.0.1:0", send_timeout_s=send_timeout_s)
-    await server.start(node)
-    async with GrpcConnector(connect_timeout_s=2.0, send_timeout_s=send_timeout_s) as connector:
-        yield connector, f"127.0.0.1:{server.port}"
-    await server.stop(0.0)
+    async with (
+        serving(node, send_timeout_s=send_timeout_s) as address,
+        patient(send_timeout_s=send_timeout_s) as connector,
+    ):
+        yield connector, address
 
 
 @asynccontextmanager
@@ -111,7 +130,9 @@ async def memory_pair(node: FakeNode, send_timeout_s: float) -> AsyncIterator[tu
 
 
 class Connect(Protocol):
-    async def __call__(self, node: FakeNode, *, send_timeout_s: float = 5.0) -> tuple[Connector, str]: ...
+    async def __call__(
+        self, node: FakeNode, *, send_timeout_s: float = PATIENCE_S
+    ) -> tuple[Connector, str]: ...
 
 
 @pytest.fixture(params=["memory", "grpc"])
@@ -119,14 +140,14 @@ async def connect(request: pytest.FixtureRequest) -> AsyncIterator[Connect]:
     pair = {"memory": memory_pair, "grpc": grpc_pair}[request.param]
     async with AsyncExitStack() as stack:
 
-        async def start(node: FakeNode, *, send_timeout_s: float = 5.0) -> tuple[Connector, str]:
+        async def start(node: FakeNode, *, send_timeout_s: float = PATIENCE_S) -> tuple[Connector, str]:
             return await stack.enter_async_context(pair(node, send_timeout_s))
 
         yield start
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110  the far side has no event to wait on
             await asyncio.sleep(0.005)
 
@@ -242,34 +263,30 @@ async def test_a_peer_that_stops_reading_is_dropped(connect: Connect) -> None:
     await channel.close()
 
 
-async def test_an_address_nobody_serves_cannot_be_opened(connect: Connect) -> None:
-    connector, _ = await connect(FakeNode())
-    with pytest.raises(ChannelClosed, match=r"127.0.0.1:1 cannot be reached"):
-        await connector.session("127.0.0.1:1")
+async def test_an_address_nobody_serves_cannot_be_opened() -> None:
+    async with GrpcConnector(connect_timeout_s=0.1) as over_grpc:
+        for connector in (over_grpc, MemoryNetwork().connector("d:1")):
+            with pytest.raises(ChannelClosed, match=r"127.0.0.1:1 cannot be reached"):
+                await connector.session("127.0.0.1:1")
 
 
 async def test_a_restarted_node_is_reached_at_once_at_its_old_address() -> None:
-    first = GrpcServer("127.0.0.1:0")
-    await first.start(FakeNode(work=echo))
-    address = f"127.0.0.1:{first.port}"
-    async with GrpcConnector() as connector:
-        channel = await connector.work(address)
-        await first.stop(0.0)
+    address = (
+        f"127.0.0.1:{free_port()}"  # not one that a connection of somebody else's may be given meanwhile
+    )
+    async with patient() as connector:
+        async with serving(FakeNode(work=echo), address):
+            channel = await connector.work(address)
         with pytest.raises(ChannelClosed):
             await channel.receive()
-        second = GrpcServer(address)
-        await second.start(FakeNode(work=echo))
-        channel = await connector.work(address)
-        await channel.send(Cancel(tid=TID))
-        assert (await channel.receive()).step == 1
-    await second.stop(0.0)
+        async with serving(FakeNode(work=echo), address):
+            channel = await connector.work(address)
+            await channel.send(Cancel(tid=TID))
+            assert (await channel.receive()).step == 1
 
 
 async def test_a_connection_lives_as_long_as_somebody_uses_it() -> None:
-    server = GrpcServer("127.0.0.1:0")
-    await server.start(FakeNode())
-    address = f"127.0.0.1:{server.port}"
-    async with GrpcConnector() as connector:
+    async with serving(FakeNode()) as address, patient() as connector:
         work, session = await connector.work(address), await connector.session(address)
         await connector.status(address)
         assert connector.num_connections == 1
@@ -284,20 +301,16 @@ async def test_a_connection_lives_as_long_as_somebody_uses_it() -> None:
         with pytest.raises(ChannelClosed):
             await connector.work("127.0.0.1:1")
         assert connector.num_connections == 0
-    await server.stop(0.0)
 
 
 async def test_a_malformed_message_ends_its_stream_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     node = FakeNode()
-    server = GrpcServer("127.0.0.1:0")
-    await server.start(node)
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as connection:
+    async with serving(node) as address, grpc.aio.insecure_channel(address) as connection:
         call = node_pb2_grpc.NodeStub(connection).Work()  # type: ignore[call-arg]  # stubs miss the default
         await call.write(node_pb2.ToNode())
         assert await call.read() is grpc.aio.EOF  # type: ignore[attr-defined]  # stubs miss it
     assert node.ended == ["work"]
     assert "to_node.message must be set" in caplog.text
-    await server.stop(0.0)
 
 
 async def test_a_submit_that_cannot_be_unpacked_leaves_its_stream_open() -> None:
@@ -307,41 +320,39 @@ async def test_a_submit_that_cannot_be_unpacked_leaves_its_stream_open() -> None
         while True:
             received.append(await channel.receive())
 
-    server = GrpcServer("127.0.0.1:0")
-    await server.start(FakeNode(work=take))
     tid = node_pb2.Tid(request_id="r", attempt=1)
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as connection:
+    async with (
+        serving(FakeNode(work=take)) as address,
+        grpc.aio.insecure_channel(address) as connection,
+    ):
         call = node_pb2_grpc.NodeStub(connection).Work()  # type: ignore[call-arg]  # stubs miss the default
         await call.write(node_pb2.ToNode(submit=node_pb2.Submit(tid=tid)))
         await call.write(node_pb2.ToNode(cancel=node_pb2.Cancel(tid=tid)))
         await until(lambda: len(received) == 2)
     reason = "submit.sampling must be set, got None"
     assert received == [Unreadable(tid=TID, reason=reason), Cancel(tid=TID)]
-    await server.stop(0.0)
 
 
 async def test_two_servers_cannot_share_a_port() -> None:
-    server = GrpcServer("127.0.0.1:0")
-    with pytest.raises(OSError, match="cannot listen on"):
-        GrpcServer(f"127.0.0.1:{server.port}")
-    await server.stop(0.0)
+    async with serving(FakeNode()) as address:
+        with pytest.raises(OSError, match="cannot listen on"):
+            GrpcServer(address)
 
 
 async def test_status_drain_health_and_reflection_answer() -> None:
     node = FakeNode()
-    server = GrpcServer("127.0.0.1:0")
-    await server.start(node)
-    address = f"127.0.0.1:{server.port}"
-    async with GrpcConnector() as connector:
+    async with (
+        serving(node) as address,
+        patient() as connector,
+        grpc.aio.insecure_channel(address) as connection,
+    ):
         status = await connector.status(address)
         assert (status.role, status.address, status.incarnation) == ("prefill", "p:1", "p-1")
         assert unpack_status(status) == STATUS
-    async with grpc.aio.insecure_channel(address) as connection:
         health = health_pb2_grpc.HealthStub(connection)
         ask = health_pb2.HealthCheckRequest(service="paceline.node.v1.Node")
         assert (await health.Check(ask)).status == health_pb2.HealthCheckResponse.SERVING
-        async with GrpcConnector() as connector:
-            await connector.drain(address)
+        await connector.drain(address)
         assert node.num_drains == 1
         assert (await health.Check(ask)).status == health_pb2.HealthCheckResponse.NOT_SERVING
         call = reflection_pb2_grpc.ServerReflectionStub(connection).ServerReflectionInfo()
@@ -350,7 +361,6 @@ async def test_status_drain_health_and_reflection_answer() -> None:
         await call.done_writing()
     assert "paceline.node.v1.Node" in names
     assert "paceline.transfer.v1.Transfer" in names
-    await server.stop(0.0)
 
 
 async def test_prompts_of_two_million_tokens_pass() -> None:
@@ -359,8 +369,6 @@ async def test_prompts_of_two_million_tokens_pass() -> None:
     async def take(channel: Channel) -> None:
         received.append(await channel.receive())
 
-    server = GrpcServer("127.0.0.1:0")
-    await server.start(FakeNode(work=take))
     submit = Submit(
         tid=TID,
         prompt_ids=tuple(range(2_000_000)),
@@ -369,12 +377,11 @@ async def test_prompts_of_two_million_tokens_pass() -> None:
         peer=None,
         deadline_s=1.0,
     )
-    async with GrpcConnector() as connector:
-        channel = await connector.work(f"127.0.0.1:{server.port}")
+    async with serving(FakeNode(work=take)) as address, patient() as connector:
+        channel = await connector.work(address)
         await channel.send(submit)
         await until(lambda: bool(received))
     assert received == [submit]
-    await server.stop(0.0)
 
 
 async def test_cut_breaks_every_channel_of_an_address_and_new_ones_open() -> None:

@@ -33,6 +33,7 @@ from wire.security import Trust
 from wire.work import Accepted, Cancel, WorkHello
 
 TID = TransferId("r", 1)
+PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +47,17 @@ class RealNode:
         """On the thread that takes the outputs."""
         await self.thread.call(lambda core: core.outputs.append(output))
 
+    async def is_paired_with(self, other: "RealNode") -> None:
+        """Until its host has heard what its core says to the other's hello."""
+        while (await self.host.status()).peers != {other.core.incarnation: "ready"}:  # noqa: ASYNC110  as in `until`
+            await asyncio.sleep(0.01)
+
     async def has(self, kind: type, count: int = 1) -> None:
         await until(lambda: sum(isinstance(event, kind) for event in self.core.events) >= count)
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110  another thread has no event to wait on
             await asyncio.sleep(0.01)
 
@@ -87,31 +93,35 @@ async def real_node(
             driver=thread,
             registry=registry,
             search=search if role == "decode" else None,
-            config=HostConfig(publish_interval_s=0.1, heartbeat_s=0.1, peer_timeout_s=5.0),
+            config=HostConfig(
+                publish_interval_s=0.1, heartbeat_s=0.1, peer_timeout_s=PATIENCE_S, ttl_s=PATIENCE_S
+            ),
         )
         thread.start()
-        await server.start(host)
-        async with asyncio.TaskGroup() as group:
-            group.create_task(host.run())
-            yield RealNode(core=core, thread=thread, host=host, address=address)
-            await host.stop()
-        await server.stop(1.0)
-    await thread.stop()
+        try:
+            await server.start(host)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(host.run())
+                yield RealNode(core=core, thread=thread, host=host, address=address)
+                await host.stop()
+        finally:
+            await server.stop(1.0)
+            await thread.stop()
 
 
 async def test_a_pair_of_hosts_works_over_grpc_redis_and_engine_threads() -> None:
     async with AsyncExitStack() as stack:
         valkey = await stack.enter_async_context(running_valkey())
-        registry = await stack.enter_async_context(RedisRegistry(valkey.url))
+        registry = await stack.enter_async_context(RedisRegistry(valkey.url, timeout_s=PATIENCE_S))
         prefill = await stack.enter_async_context(real_node("prefill", registry))
         async with real_node("decode", registry) as decode:
             await decode.has(PeerHello)
             await prefill.has(PeerHello)
-            assert (await decode.host.status()).peers == {"prefill-1": "ready"}
+            await decode.is_paired_with(prefill)
             reserve = Reserve(tid=TID, page_ids=(1,), skip_tokens=0, deadline_s=1.0)
             await decode.says(ToPeer(peer=prefill.core.incarnation, message=reserve))
             await prefill.has(PeerMessage)
-            async with GrpcConnector() as router:
+            async with GrpcConnector(connect_timeout_s=PATIENCE_S) as router:
                 link = await router.work(decode.address)
                 await link.send(WorkHello(incarnation=Incarnation("router"), role="router"))
                 ours = WorkHello(incarnation=Incarnation("decode-1"), role="decode", has_kv_events=True)

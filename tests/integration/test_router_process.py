@@ -16,6 +16,7 @@ from router.config import RouterConfig
 from tests.smollm2_text import smollm2_tokenizer_folder
 from wire.gen import generate_pb2, generate_pb2_grpc
 
+PATIENCE_S = 90.0
 NO_REGISTRY = "redis://127.0.0.1:1/0"
 
 
@@ -31,7 +32,7 @@ async def router(*flags: str) -> AsyncGenerator[tuple[asyncio.subprocess.Process
     try:
         found = None
         while found is None:
-            line = (await asyncio.wait_for(process.stderr.readline(), timeout=30)).decode()
+            line = (await asyncio.wait_for(process.stderr.readline(), timeout=PATIENCE_S)).decode()
             assert line, "the router ended before it listened"
             found = re.search(r"listening on (http://\S+) and grpc://(\S+)", line)
         yield process, found[1], found[2]
@@ -45,7 +46,7 @@ async def test_a_router_without_nodes_is_alive_but_not_ready_and_says_why() -> N
     admin = free_port()
     async with (
         router("--admin-port", f"{admin}") as (process, url, grpc_address),
-        httpx.AsyncClient(base_url=url) as http,
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http,
     ):
         assert (await http.get("/live")).status_code == 200
         ready = await http.get("/ready")
@@ -67,7 +68,7 @@ async def test_a_router_without_nodes_is_alive_but_not_ready_and_says_why() -> N
                 await call.read()
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), timeout=10) == 0
+        assert await asyncio.wait_for(process.wait(), timeout=PATIENCE_S) == 0
 
 
 async def test_a_port_that_is_taken_is_named() -> None:

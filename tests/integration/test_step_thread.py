@@ -48,7 +48,7 @@ class Inbox:
         self._arrived.set()
 
     async def wait_for(self, count: int) -> None:
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(60.0):
             while sum(map(len, self.batches)) < count:
                 self._arrived.clear()
                 await self._arrived.wait()
@@ -105,7 +105,7 @@ async def test_an_idle_thread_sleeps_until_something_is_posted() -> None:
 async def test_an_idle_thread_steps_again_after_the_idle_wait() -> None:
     core, inbox = CountingCore(idle_wait_s=0.01), Inbox()
     thread = started(core, inbox)
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(60.0):
         while await thread.call(lambda core: core.num_steps) < 5:  # noqa: ASYNC110  steps have no event
             await asyncio.sleep(0.01)
     await thread.stop()

@@ -12,7 +12,7 @@ from tests.integration.four_pairs.conftest import NUM_LONG_TOKENS, FourPairs
 from tests.integration.reference import COUNTING, Reference, long_prompt, tokenizer
 from wire.gen import generate_pb2, generate_pb2_grpc
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.model, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.model, pytest.mark.timeout(600)]
 
 PHASE_S = 60.0
 ENDLESS: Json = {"max_tokens": 2000, "temperature": 0, "ignore_eos": True}

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 from tests.integration.cluster import Json
 from tests.integration.four_pairs.conftest import FourPairs
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.model, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.model, pytest.mark.timeout(600)]
 
 QUESTION = "A red apple costs 3 dollars. Describe it as JSON."
 ASK: Json = {"messages": [{"role": "user", "content": QUESTION}], "model": "SmolLM2-135M-Instruct"}

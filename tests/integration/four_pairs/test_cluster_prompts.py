@@ -11,7 +11,7 @@ from tests.integration.four_pairs.conftest import NUM_TOKENS, FourPairs
 from tests.integration.reference import Reference, prompt_of, text_of, tokenizer
 from wire.gen import generate_pb2, generate_pb2_grpc
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.model, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.model, pytest.mark.timeout(600)]
 
 _WORDS = (
     "red blue green one two three four five six seven eight nine ten sun moon star rain snow wind road hill"

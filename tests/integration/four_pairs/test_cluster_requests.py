@@ -14,7 +14,7 @@ from tests.integration.four_pairs.conftest import NUM_TOKENS, FourPairs
 from tests.integration.reference import CHATS, TEXTS, Reference, chat_ids, text_of, tokenizer
 from wire.gen import generate_pb2, generate_pb2_grpc
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.model, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.model, pytest.mark.timeout(600)]
 
 GOOD: Json = {"prompt": TEXTS[0], "max_tokens": 1, "temperature": 0}
 USER = {"role": "user", "content": "hi"}

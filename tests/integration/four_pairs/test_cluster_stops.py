@@ -9,7 +9,7 @@ from tests.integration.cluster import Json
 from tests.integration.four_pairs.conftest import NUM_LONG_TOKENS, FourPairs
 from tests.integration.reference import COUNTING, Reference, prompt_of, text_of, tokenizer
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.model, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.model, pytest.mark.timeout(600)]
 
 ON_EVERY_PAIR: Json = {"n": 4, "temperature": 0, "return_token_ids": True, "logprobs": 1}
 

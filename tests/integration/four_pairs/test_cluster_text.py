@@ -20,7 +20,7 @@ from tests.integration.reference import (
     tokenizer,
 )
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.model, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.model, pytest.mark.timeout(600)]
 
 GREEDY: Json = {"temperature": 0, "ignore_eos": True, "return_token_ids": True, "max_tokens": NUM_TOKENS}
 SAMPLED: Json = {"temperature": 0.9, "top_p": 0.95, "ignore_eos": True, "return_token_ids": True}

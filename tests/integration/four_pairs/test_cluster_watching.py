@@ -10,7 +10,7 @@ from tests.integration.cluster import eventually
 from tests.integration.four_pairs.conftest import FourPairs
 from tests.integration.reference import COUNTING
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.model, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.model, pytest.mark.timeout(600)]
 
 MARKER = "zyzzyva"
 TRACE = "0af7651916cd43dd8448eb211c80319c"

@@ -20,7 +20,7 @@ from tests.smollm2_text import smollm2_text
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium"),
 ]
 PATIENCE_MS = 60_000
@@ -42,7 +42,9 @@ FEED: dict[str, Any] = {
 @asynccontextmanager
 async def browser() -> AsyncIterator[Browser]:
     async with async_playwright() as playwright:
-        opened = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        opened = await playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox"], timeout=2 * PATIENCE_MS
+        )
         try:
             yield opened
         finally:
@@ -137,6 +139,8 @@ async def serving(dispatcher: FakeDispatcher) -> AsyncIterator[str]:
     server = HttpServer(uvicorn.Config(app, port=port, lifespan="off", log_config=None))
     task = asyncio.ensure_future(server.serve())
     try:
+        while not server.started:  # noqa: ASYNC110  it has no event for that
+            await asyncio.sleep(0.01)
         yield f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
