@@ -5,6 +5,7 @@ that an answer which is complete always validates. Must never know tokens or a c
 """
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType, NoneType
 from typing import Any
 
 MAX_DEPTH = 128
@@ -46,6 +47,18 @@ _ALONE = ("anyOf", "oneOf", "allOf", "$ref")
 """Beside one of these no keyword that says more is held to."""
 
 _SAYS_MORE = (*_NEEDS_TYPE, "properties", "patternProperties", "required", "items", "prefixItems", *_ALONE)
+
+_TYPES: Mapping[str, tuple[type, ...]] = MappingProxyType(
+    {
+        "string": (str,),
+        "boolean": (bool,),
+        "null": (NoneType,),
+        "array": (list, tuple),
+        "object": (Mapping,),
+        "integer": (int,),
+        "number": (int, float),
+    }
+)
 
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -100,6 +113,7 @@ def _check_keywords(place: str, part: Mapping[str, Any]) -> None:
         for keyword in _NEEDS_TYPE:
             if keyword in part:
                 raise ValueError(f"{place} must give 'type' beside {keyword!r}, or it cannot be enforced")
+    _check_values(place, part)
     if "pattern" in part and ("minLength" in part or "maxLength" in part):
         raise ValueError(f"{place} must not give a length beside 'pattern': it cannot be enforced")
     properties, required = part.get("properties", {}), part.get("required", ())
@@ -107,6 +121,36 @@ def _check_keywords(place: str, part: Mapping[str, Any]) -> None:
         for name in required:
             if name not in properties:
                 raise ValueError(f"{place} must describe in 'properties' what it requires, lacks {name!r}")
+
+
+def _check_values(place: str, part: Mapping[str, Any]) -> None:
+    """Where values are listed their type is not held to, nor, among several, a bound."""
+    for keyword in _SAYS_MORE:
+        if "enum" in part and keyword in part:
+            raise ValueError(f"{place} must not give {keyword!r} beside 'enum': it cannot be enforced")
+    types = part.get("type")
+    if types is None:
+        return
+    named = [types] if isinstance(types, str) else types
+    for value in _listed(part):
+        if not any(_has_type(value, name) for name in named):
+            shown = str(value)[:80]
+            raise ValueError(f"{place} must give only values of type {types!r}, got {shown!r}")
+
+
+def _listed(part: Mapping[str, Any]) -> list[Any]:
+    values = part.get("enum", ())
+    constant = [part["const"]] if "const" in part else []
+    return [*values, *constant] if isinstance(values, list | tuple) else constant
+
+
+def _has_type(value: Any, name: str) -> bool:
+    """As JSON has it: true is no number, and 2.0 is an integer."""
+    if isinstance(value, bool):
+        return name == "boolean"
+    if name == "integer" and isinstance(value, float):
+        return value.is_integer()
+    return isinstance(value, _TYPES.get(name, ()))
 
 
 def _parts(place: str, part: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -9,10 +9,11 @@ import os
 import random
 import time
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 import pytest_asyncio
 
@@ -79,24 +80,42 @@ class Soak:
             self.num_read += 1
 
     async def _leave(self, prompt: list[int], count: int, *, after_s: float) -> None:
-        reading = asyncio.ensure_future(self._read(prompt, count))
-        await asyncio.wait([reading], timeout=after_s)
-        self.num_left += reading.cancel()
-        await asyncio.wait([reading])
+        """Hang up. On a bare socket: httpx may lose one when it is cancelled while connecting."""
+        url = self._http.base_url
+        body = msgspec.json.encode({**asked(prompt, count), "stream": True})
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: {url.host}\r\ncontent-length: {len(body)}\r\n\r\n"
+        _, writer = await asyncio.open_connection(url.host, url.port)
+        async with closed_at_the_end(writer):
+            writer.write(head.encode() + body)
+            await asyncio.sleep(after_s)
+        self.num_left += 1
 
     async def _read(self, prompt: list[int], count: int) -> list[int]:
-        body: Json = {
-            "prompt": prompt,
-            "max_tokens": count,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-        }
         ids: list[int] = []
-        async with aclosing(chunks_of(self._http, body)) as chunks:
+        async with aclosing(chunks_of(self._http, asked(prompt, count))) as chunks:
             async for chunk in chunks:
                 ids += chunk["choices"][0].get("token_ids", [])
         return ids
+
+
+def asked(prompt: list[int], count: int) -> Json:
+    return {
+        "prompt": prompt,
+        "max_tokens": count,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+
+
+@asynccontextmanager
+async def closed_at_the_end(writer: asyncio.StreamWriter) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
 
 
 def num_sockets(cluster: Cluster) -> dict[str, int]:
