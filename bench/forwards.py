@@ -10,12 +10,20 @@ from typing import Any
 
 from engine.models.llama import LlamaModel
 from speculative.drafts.dflash_network import DflashNetwork
+from speculative.eagle import EagleNetwork
 from speculative.eagle3 import Eagle3Network
+from speculative.mtp import MtpModule
 
 ENTRY_POINTS: tuple[tuple[type, str], ...] = (
     (LlamaModel, "forward"),
+    (EagleNetwork, "fuse"),
+    (EagleNetwork, "forward"),
     (Eagle3Network, "fuse"),
     (Eagle3Network, "forward"),
+    (MtpModule, "fuse"),
+    (MtpModule, "forward"),
+    (MtpModule, "run"),
+    (MtpModule, "predict"),
     (DflashNetwork, "draft"),
     (DflashNetwork, "join"),
     (DflashNetwork, "write_context"),

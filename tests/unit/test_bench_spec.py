@@ -6,13 +6,17 @@ from pathlib import Path
 from time import perf_counter
 
 import pytest
+import torch
 
 from bench import spec, spec_report
 from bench.forwards import ENTRY_POINTS, ForwardClock, forward_clock
 from bench.spec_config import Contender, SpecBench, contenders
 from bench.spec_report import Answer
+from engine.linear import Linear
 from speculative.build import BuiltEngine, build_engine
-from tests.engines import tiny_folder
+from tests.conformance.test_loop import prompt_of
+from tests.engines import make_engine, make_request, run, tiny_folder
+from tests.every_proposer import NAMES, drafter
 
 PLAIN = Answer(
     tokens=(1, 2, 3, 4, 5), accepted=(0,) * 4, drafted=0, prefill_s=1.0, decode_s=4.0, forward_s=3.0
@@ -145,6 +149,25 @@ def test_a_model_inside_a_model_is_timed_once() -> None:
     inner = clock.timed(lambda x: x + 1)
     assert clock.timed(lambda x: 2 * inner(x))(3) == 8
     assert clock.seconds == 3.0
+
+
+@pytest.mark.parametrize("name", NAMES[4:])
+def test_every_matrix_of_the_two_models_counts_as_theirs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a draft that none of the bundled heads is: its time is no bookkeeping."""
+    engine = make_engine(drafter(name).make())
+    outside: list[Linear] = []
+    product = Linear.__call__
+    with forward_clock() as clock:
+
+        def call(self: Linear, x_TI: torch.Tensor) -> torch.Tensor:
+            if not clock._is_inside:
+                outside.append(self)
+            return product(self, x_TI)
+
+        monkeypatch.setattr(Linear, "__call__", call)
+        run(engine, [make_request("r", prompt_of(33), max_tokens=12)])
+    assert outside == []
+    assert engine.counters.drafted > 0
 
 
 def test_the_models_are_as_before_after_measuring() -> None:
