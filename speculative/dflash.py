@@ -22,7 +22,7 @@ from speculative.drafts.backlog import Backlog, Reading
 from speculative.drafts.dflash_config import dflash_facts
 from speculative.drafts.dflash_network import MASK_EMBEDDING, DflashNetwork, check_target, tensor_name
 from speculative.drafts.extension import Extension
-from speculative.drafts.folder import DraftFolder, open_draft
+from speculative.drafts.folder import DraftFolder, load_torch, open_draft
 from speculative.drafts.layer import kv_spec
 from speculative.drafts.reach import within_reach
 from speculative.proposer import Advance, DraftNeeds, Proposal, Seed
@@ -158,7 +158,9 @@ def _with_mask_embedding(folder: DraftFolder, mask_token_id: int) -> DraftFolder
     path: Path = folder.path / _MASK_FILE
     if not path.is_file():
         return folder
-    stored = torch.load(path, map_location="cpu", weights_only=True)
+    stored = load_torch(path)
+    if not isinstance(stored, dict) or not isinstance(stored.get("embedding"), torch.Tensor):
+        raise ValueError(f"{_MASK_FILE} must hold an embedding, got {type(stored).__name__} without one")
     if stored.get("mask_token_id", mask_token_id) != mask_token_id:
         raise ValueError(
             f"mask_token_id of {_MASK_FILE} must be the config's {mask_token_id},"

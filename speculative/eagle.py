@@ -22,7 +22,7 @@ from engine.models.model import Model
 from engine.pool import PagePool
 from speculative.drafts import names
 from speculative.drafts.config import check_same, flag, layer_config
-from speculative.drafts.folder import TensorReader, open_draft
+from speculative.drafts.folder import TensorReader, load_torch, open_draft
 from speculative.drafts.head import DraftHead, Ids
 from speculative.drafts.layer import DraftRows, kv_spec, logit_rows, packed_ids, read_layer
 from speculative.drafts.recurrent import RecurrentProposer
@@ -136,7 +136,7 @@ def _hot_ids(path: str) -> Ids:
     """The ids of a hot token map. Raises ValueError when the file holds none or an id twice."""
     if not Path(path).is_file():
         raise ValueError(f"token_map must be a torch file with token ids, got {path!r}")
-    ids: Ids = torch.as_tensor(torch.load(path, weights_only=True)).to(torch.int64).flatten().numpy()
+    ids: Ids = torch.as_tensor(load_torch(Path(path))).to(torch.int64).flatten().numpy()
     if not len(ids) or ids.min() < 0 or len(np.unique(ids)) != len(ids):
         raise ValueError(f"token_map must hold distinct token ids, got {len(ids)} in {path!r}")
     return ids

@@ -65,7 +65,7 @@ def model_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None
     _refuse_what_is_not_implemented(config)
     num_heads = _positive(config, "num_attention_heads")
     hidden_size = _positive(config, "hidden_size")
-    num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
+    num_kv_heads = _positive(config, "num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise UnsupportedModel(f"num_key_value_heads must divide {num_heads}, got {num_kv_heads}")
     rope = _rope(config)
@@ -76,10 +76,10 @@ def model_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None
         num_layers=_positive(config, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=int(config.get("head_dim") or (128 if family == "qwen3" else hidden_size // num_heads)),
+        head_dim=_positive(config, "head_dim", 128 if family == "qwen3" else hidden_size // num_heads),
         intermediate_size=_positive(config, "intermediate_size"),
         vocab_size=_positive(config, "vocab_size"),
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=_number(config, "rms_norm_eps", 1e-6),
         rope=rope,
         windows=_windows(config, family),
         has_qkv_bias=has_attention_bias or family == "qwen2",
@@ -94,7 +94,7 @@ def model_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None
 
 def _family(config: Mapping[str, Any]) -> str:
     names = config.get("architectures") or []
-    if len(names) != 1 or names[0] not in ARCHITECTURES:
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in ARCHITECTURES:
         raise UnsupportedModel(f"architectures must name one of {sorted(ARCHITECTURES)}, got {names!r}")
     return ARCHITECTURES[names[0]]
 
@@ -106,18 +106,35 @@ def _refuse_what_is_not_implemented(config: Mapping[str, Any]) -> None:
             raise UnsupportedModel(f"{field} must be {allowed[0]!r}, got {config[field]!r}")
 
 
-def _positive(config: Mapping[str, Any], field: str) -> int:
+def _positive(config: Mapping[str, Any], field: str, default: int | None = None) -> int:
     value = config.get(field)
-    if not isinstance(value, int) or value < 1:
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise UnsupportedModel(f"{field} must be a positive integer, got {value!r}")
+    return value
+
+
+def _number(config: Mapping[str, Any], field: str, default: float) -> float:
+    value = config.get(field)
+    value = default if value is None else value
+    if not isinstance(value, int | float):
+        raise UnsupportedModel(f"{field} must be a number, got {value!r}")
+    return float(value)
+
+
+def section(config: Mapping[str, Any], field: str) -> Mapping[str, Any]:
+    """A part of a config that has fields of its own; empty where there is none. Raises UnsupportedModel."""
+    value = config.get(field)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise UnsupportedModel(f"{field} must be an object, got {value!r}")
     return value
 
 
 def _rope(config: Mapping[str, Any]) -> RopeConfig:
     """Both spellings: `rope_parameters` (transformers 5), and `rope_theta` with `rope_scaling`."""
-    fields = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(fields, Mapping):
-        raise UnsupportedModel(f"rope_parameters must be an object, got {fields!r}")
+    fields = section(config, "rope_parameters") or section(config, "rope_scaling")
     kind = fields.get("rope_type", fields.get("type", "default"))
     partial = fields.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if kind not in ("default", "linear", "llama3"):
@@ -126,12 +143,12 @@ def _rope(config: Mapping[str, Any]) -> RopeConfig:
         raise UnsupportedModel(f"partial_rotary_factor must be 1.0, got {partial!r}")
     max_len = _positive(config, "max_position_embeddings")
     return RopeConfig(
-        theta=float(fields.get("rope_theta", config.get("rope_theta", 10000.0))),
+        theta=_number(fields, "rope_theta", _number(config, "rope_theta", 10000.0)),
         kind=kind,
-        factor=float(fields.get("factor", 1.0)),
-        low_freq_factor=float(fields.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(fields.get("high_freq_factor", 4.0)),
-        original_max_len=int(fields.get("original_max_position_embeddings", max_len)),
+        factor=_number(fields, "factor", 1.0),
+        low_freq_factor=_number(fields, "low_freq_factor", 1.0),
+        high_freq_factor=_number(fields, "high_freq_factor", 4.0),
+        original_max_len=_positive(fields, "original_max_position_embeddings", max_len),
     )
 
 

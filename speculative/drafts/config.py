@@ -7,7 +7,7 @@ normalised to indices of Hugging Face `hidden_states`. Must never know tensors.
 from collections.abc import Mapping
 from typing import Any
 
-from engine.models.config import ModelConfig, model_config
+from engine.models.config import ModelConfig, model_config, section
 
 # The draft's layer by `model_type`; the architecture names of drafts say too little to go by.
 _ARCHITECTURES: Mapping[str, str] = {
@@ -27,7 +27,7 @@ def layer_config(config: Mapping[str, Any]) -> ModelConfig:
     """The draft's decoder layers, checked as a model's config is. Raises ValueError naming the field."""
     fields: dict[str, Any] = dict(config)
     if is_speculators(config):
-        fields = dict(config.get("transformer_layer_config") or {})
+        fields = dict(section(config, "transformer_layer_config"))
         if not fields:
             raise ValueError("transformer_layer_config must be given in a speculators config, got none")
     fields.setdefault("max_position_embeddings", 2048)
@@ -36,16 +36,16 @@ def layer_config(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def _family(fields: Mapping[str, Any]) -> str:
-    family = fields.get("model_type")
+    family = str(fields.get("model_type"))
     if family in _ARCHITECTURES:
-        return str(family)
-    names = " ".join(fields.get("architectures") or [])
+        return family
+    names = str(fields.get("architectures"))
     for known in ("qwen3", "qwen2", "mistral", "llama"):
         if known in names.lower():
             return known
     raise ValueError(
         f"model_type of a draft must be one of {sorted(_ARCHITECTURES)},"
-        f" got {family!r} (architectures {names!r})"
+        f" got {family!r} (architectures {names})"
     )
 
 
@@ -55,14 +55,31 @@ def eagle3_layer_ids(config: Mapping[str, Any]) -> tuple[int, ...] | None:
     In an `eagle_config` (SpecForge, SGLang) id v means the output of layer v, which is
     `hidden_states[v + 1]`; at the top level (speculators, vLLM) it is the index itself.
     """
-    nested = (config.get("eagle_config") or {}).get(_LAYER_IDS)
+    nested = section(config, "eagle_config").get(_LAYER_IDS)
     top = config.get(_LAYER_IDS)
-    ids = [int(v) + 1 for v in nested] if nested is not None and top is None else top
-    if ids is None:
-        return None
-    if not ids or list(ids) != sorted(set(ids)) or ids[0] < 0:
-        raise ValueError(f"{_LAYER_IDS} must be distinct and ascending, got {nested or top!r}")
-    return tuple(int(i) for i in ids)
+    if top is not None:
+        return hidden_states(_LAYER_IDS, top)
+    return None if nested is None else hidden_states(_LAYER_IDS, nested, offset=1)
+
+
+def hidden_states(field: str, ids: object, *, offset: int = 0) -> tuple[int, ...]:
+    """Listed layers as `hidden_states` indices. Raises ValueError unless distinct and ascending."""
+    whole = [i + offset for i in ids if isinstance(i, int)] if isinstance(ids, list) else []
+    if not isinstance(ids, list) or len(whole) != len(ids) or not whole:
+        raise ValueError(f"{field} must be a list of layers, got {ids!r}")
+    if whole != sorted(set(whole)) or whole[0] < 0:
+        raise ValueError(f"{field} must be distinct and ascending, got {ids!r}")
+    return tuple(whole)
+
+
+def size_or(config: Mapping[str, Any], field: str, default: int) -> int:
+    """A width that a config may leave out."""
+    value = config.get(field)
+    if value is None:
+        return default
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{field} must be a positive integer, got {value!r}")
+    return value
 
 
 def default_layer_ids(num_layers: int) -> tuple[int, ...]:
@@ -72,7 +89,7 @@ def default_layer_ids(num_layers: int) -> tuple[int, ...]:
 
 def flag(config: Mapping[str, Any], name: str, default: bool = False) -> bool:
     """A switch of the head, in `eagle_config` or at the top level."""
-    nested = config.get("eagle_config") or {}
+    nested = section(config, "eagle_config")
     value = nested.get(name, config.get(name, default))
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false, got {value!r}")

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.models.config import ModelConfig
-from speculative.drafts.config import is_speculators, layer_config
+from engine.models.config import ModelConfig, section
+from speculative.drafts.config import hidden_states, is_speculators, layer_config, size_or
 
 _NESTED = "dflash_config"
 # Parts of later block drafters that would be left out of the forward; a field may hold one of these only.
@@ -68,7 +68,7 @@ def dflash_facts(config: Mapping[str, Any]) -> DflashFacts:
         mask_token_id=_whole(config, "mask_token_id", least=0),
         layer_ids=_layer_ids(config, layers.num_layers),
         num_target_layers=_field(config, "num_target_layers"),
-        target_hidden_size=int(config.get("target_hidden_size") or layers.hidden_size),
+        target_hidden_size=size_or(config, "target_hidden_size", layers.hidden_size),
         vocab_size=config.get("draft_vocab_size"),
     )
 
@@ -95,7 +95,7 @@ def _refuse_what_is_not_implemented(config: Mapping[str, Any]) -> None:
 
 def _field(config: Mapping[str, Any], name: str) -> Any:
     """A field of `dflash_config`, or at the top level."""
-    nested = config.get(_NESTED) or {}
+    nested = section(config, _NESTED)
     return nested[name] if name in nested else config.get(name)
 
 
@@ -112,23 +112,20 @@ def _whole(config: Mapping[str, Any], name: str, *, least: int, default: int | N
 def _layer_ids(config: Mapping[str, Any], num_draft_layers: int) -> tuple[int, ...]:
     """A z-lab id v is the output of layer v, `hidden_states[v + 1]`; a speculators id is the index itself."""
     if is_speculators(config):
-        name, ids = "aux_hidden_state_layer_ids", config.get("aux_hidden_state_layer_ids")
-        indices = list(ids or ())
-    else:
-        name, ids = "target_layer_ids", _field(config, "target_layer_ids")
-        if ids is None:
-            ids = default_target_layers(_whole(config, "num_target_layers", least=5), num_draft_layers)
-        indices = [int(v) + 1 for v in ids]
-    if not indices or indices != sorted(set(indices)) or indices[0] < 0:
-        raise ValueError(f"{name} must be distinct and ascending, got {ids!r}")
-    return tuple(indices)
+        name = "aux_hidden_state_layer_ids"
+        return hidden_states(name, config.get(name))
+    ids = _field(config, "target_layer_ids")
+    if ids is None:
+        num_target_layers = _whole(config, "num_target_layers", least=5)
+        ids = list(default_target_layers(num_target_layers, num_draft_layers))
+    return hidden_states("target_layer_ids", ids, offset=1)
 
 
 def _views(config: Mapping[str, Any], num_layers: int) -> tuple[LayerView, ...]:
     """Sliding layers are causal inside the block unless `is_causal` says otherwise, full ones never."""
     fields = config["transformer_layer_config"] if is_speculators(config) else config
     kinds = fields.get("layer_types") or ["full_attention"] * num_layers
-    if len(kinds) != num_layers or not set(kinds) <= set(_LAYER_KINDS):
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= set(_LAYER_KINDS):
         raise ValueError(f"layer_types must be {num_layers} of {_LAYER_KINDS}, got {kinds!r}")
     is_causal = _field(config, "is_causal")
     if "sliding_attention" not in kinds:

@@ -5,6 +5,8 @@ tensor is for.
 """
 
 import hashlib
+import pickle
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,11 +115,28 @@ def open_draft(path: str, rename: Rename) -> DraftFolder:
     return DraftFolder(path=folder, config=read_json(config_file), tensors=tensors)
 
 
+def tensors_of(path: Path) -> Mapping[str, torch.Tensor]:
+    """The tensors of a torch file, by name. Raises ValueError naming a file that holds anything else."""
+    stored = load_torch(path)
+    if not isinstance(stored, Mapping) or not all(
+        isinstance(value, torch.Tensor) for value in stored.values()
+    ):
+        raise ValueError(f"{path} must be a torch file of tensors by name")
+    return stored
+
+
+def load_torch(path: Path) -> Any:
+    """What a torch file holds, by torch's own safe reader. Raises ValueError for a file it cannot read."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError, struct.error) as error:
+        raise ValueError(f"{path} must be a torch file: {error}") from error
+
+
 def _stored(folder: Path) -> Mapping[str, torch.Tensor]:
     torch_file = folder / _TORCH_FILE
     has_safetensors = any(folder.glob("*.safetensors"))
     if torch_file.is_file() and not has_safetensors:
-        stored: Mapping[str, torch.Tensor] = torch.load(torch_file, map_location="cpu", weights_only=True)
-        return stored
+        return tensors_of(torch_file)
     source = HfFolder(folder)
     return {name: source.load(name) for name in source.names()}

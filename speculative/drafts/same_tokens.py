@@ -3,12 +3,12 @@
 Owns the comparison of tokenizers, whatever file they come in. Must never know the models.
 """
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from engine.loaders.hf_folder import read_json
 from engine.loaders.load import open_checkpoint
 from engine.loaders.vocabulary import vocabulary_of
 from engine.models.config import UnsupportedModel
@@ -26,7 +26,7 @@ def check_same_tokens(draft: Path, target: Path) -> None:
     """
     files = [path / _TOKENIZER_FILE for path in (draft, target)]
     if all(file.is_file() for file in files):
-        _check_ids(*(_token_ids(json.loads(file.read_text())) for file in files))
+        _check_ids(*(_token_ids(read_json(file)) for file in files))
         return
     try:
         ours, theirs = (vocabulary_of(open_checkpoint(path)).texts for path in (draft, target))

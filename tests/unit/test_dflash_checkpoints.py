@@ -13,7 +13,7 @@ from speculative.dflash import DflashConfig, DflashProposer
 from speculative.drafts.dflash_config import LayerView, dflash_facts
 from speculative.proposer import Proposal
 from speculative.registry import create_proposer
-from tests.engines import VOCAB_SIZE, make_request, tiny_model
+from tests.engines import VOCAB_SIZE, make_engine, make_request, tiny_model
 from tests.tiny_block_drafts import (
     BLOCK,
     DRAFT_VOCAB,
@@ -122,6 +122,27 @@ def test_a_trained_mask_embedding_is_used_by_the_draft_and_leaves_the_target_alo
     assert torch.equal(tiny_model().model.embedding_VE, before)
 
 
+@pytest.mark.parametrize(
+    ("stored", "message"),
+    [
+        ({"mask_token_id": MASK}, "mask_embedding.pt must hold an embedding, got dict without one"),
+        ([1, 2], "mask_embedding.pt must hold an embedding, got list without one"),
+        ({"embedding": torch.ones(WIDTH), "mask_token_id": MASK + 1}, "mask_token_id of mask_embedding.pt"),
+        ({"embedding": torch.ones(3)}, r"mask_embedding must have shape \(64,\), got \(3,\)"),
+        (None, "mask_embedding.pt must be a torch file: "),
+    ],
+)
+def test_a_mask_embedding_that_is_none_is_refused(stored: object, message: str) -> None:
+    folder = save_draft(zlab_config(), dflash_tensors())
+    file = folder / "mask_embedding.pt"
+    if stored is None:
+        file.write_bytes(b"not a torch file")
+    else:
+        torch.save(stored, file)
+    with pytest.raises(ValueError, match=message):
+        make_engine(create_proposer("dflash", {"draft": str(folder)}))
+
+
 def with_vocabulary() -> Tensors:
     ids = draft_ids()
     return {
@@ -207,6 +228,9 @@ NESTED = zlab_config()["dflash_config"]
         (speculators_config(speculators_model_type="dspark"), "speculators_model_type must be 'dflash'"),
         (speculators_config(sample_from_anchor=True), "sample_from_anchor .* got True"),
         (speculators_config(aux_hidden_state_layer_ids=None), "aux_hidden_state_layer_ids must be"),
+        (zlab_config(dflash_config={**NESTED, "target_layer_ids": 1}), "target_layer_ids must be a list"),
+        (zlab_config(dflash_config=7), "dflash_config must be an object, got 7"),
+        (speculators_config(transformer_layer_config=7), "transformer_layer_config must be an object"),
         (
             speculators_config(
                 transformer_layer_config={

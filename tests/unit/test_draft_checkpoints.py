@@ -1,6 +1,7 @@
 """Draft folders of every layout: what loads, that all of it is used, and what is refused by name."""
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -326,6 +327,20 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any], Tensors], None], str]] = {
         say(eagle_config={"use_aux_hidden_state": False}),
         "use_aux_hidden_state must be true",
     ),
+    "layers that are no list": (
+        say(eagle_config={"eagle_aux_hidden_state_layer_ids": 2}),
+        "eagle_aux_hidden_state_layer_ids must be a list of layers, got 2",
+    ),
+    "a section that is none": (say(eagle_config=[1]), r"eagle_config must be an object, got \[1\]"),
+    "rope that is no section": (say(rope_scaling=2.0), "rope_scaling must be an object, got 2.0"),
+    "heads that are no number": (
+        say(num_key_value_heads=-1),
+        "num_key_value_heads must be a positive integer, got -1",
+    ),
+    "width that is no number": (
+        say(target_hidden_size="64"),
+        "target_hidden_size must be a positive integer, got '64'",
+    ),
     "unknown activation": (say(hidden_act="gelu"), "hidden_act must be 'silu', got 'gelu'"),
     "unknown layer": (say(model_type="gpt2", architectures=["GPT2"]), "model_type of a draft must be one of"),
     "other kind of speculator": (
@@ -442,6 +457,55 @@ def test_an_option_that_cannot_work_is_refused_by_name(
 def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"draft folder lacks .*config.json"):
         create_proposer("eagle3", {"draft": str(tmp_path)})
+
+
+def cut(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+
+
+def pointer(folder: Path) -> None:
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+
+
+def broken_torch_file(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"not a torch file")
+
+
+def no_tensors(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({"step": 3}, folder / "pytorch_model.bin")
+
+
+def half_a_config(folder: Path) -> None:
+    (folder / "config.json").write_text('{"hidden_size": 64,')
+
+
+def listed_config(folder: Path) -> None:
+    (folder / "config.json").write_text("[]")
+
+
+@pytest.mark.parametrize("algorithm", ["eagle", "eagle3", "mtp"])
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (cut, "model.safetensors must be a whole safetensors file: "),
+        (pointer, "model.safetensors must be a whole safetensors file: "),
+        (broken_torch_file, "pytorch_model.bin must be a torch file: "),
+        (no_tensors, "pytorch_model.bin must be a torch file of tensors by name"),
+        (half_a_config, "config.json must be JSON: "),
+        (listed_config, "config.json must hold a JSON object, got a list"),
+    ],
+)
+def test_a_file_that_did_not_arrive_whole_is_refused_by_its_name(
+    tmp_path: Path, algorithm: str, spoil: Callable[[Path], None], message: str
+) -> None:
+    folder = tmp_path / "draft"
+    shutil.copytree(tiny_draft(algorithm), folder)
+    spoil(folder)
+    with pytest.raises(ValueError, match=message):
+        create_proposer(algorithm, {"draft": str(folder)})
 
 
 def test_weights_and_what_the_config_makes_of_them_are_the_draft_s_identity(tmp_path: Path) -> None:
