@@ -60,8 +60,8 @@ venv: $(VENV)/.paceline
 dev: $(VENV)/.dev
 
 demo: venv
-	@$(BIN)/python -m deploy.demo $(if $(PROMPT),--prompt "$$PROMPT")
-demo: export PROMPT := $(PROMPT)
+	@$(BIN)/python -m deploy.demo $(if $(value PROMPT),--prompt "$$DEMO_PROMPT")
+demo: export DEMO_PROMPT = $(value PROMPT)
 
 up: venv
 	@$(BIN)/paceline up $(ARGS)
