@@ -1,11 +1,14 @@
 """Nodes that come in any order, do not fit, die and come back: what clients see of it is only time."""
 
 import asyncio
+import os
 import random
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
 import pytest_asyncio
 
@@ -224,6 +227,27 @@ async def test_a_storm_of_clients_that_leave_at_any_moment_leaks_nothing(
                 group.create_task(leaves(100 * turn + number, rng.uniform(0.0, 1.5)))
         assert answer.result()["choices"][0]["token_ids"] == greedy_reference(prompt(50), 12)
         await cluster.settle()
+
+
+async def test_a_router_killed_amid_streams_leaves_nothing_on_the_nodes_and_another_goes_on(
+    two_by_two: tuple[Cluster, Router],
+) -> None:
+    cluster, router = two_by_two
+    doomed = await cluster.router("doomed")
+    await doomed.until_ready(num_pairs=4)
+    streams = [
+        doomed.chunks(prompt=prompt(length), max_tokens=6000, **GREEDY) for length in (1, 33, 200, NUM_PROMPT)
+    ]
+    for stream in streams:
+        await anext(stream)
+    os.killpg(doomed.child.pid, signal.SIGKILL)
+    for stream in streams:
+        with pytest.raises(httpx.TransportError):
+            _ = [chunk async for chunk in stream]
+    await cluster.settle()
+    answer = await router.complete(prompt=prompt(33), max_tokens=8, **GREEDY)
+    assert answer["choices"][0]["token_ids"] == greedy_reference(prompt(33), 8)
+    await cluster.settle()
 
 
 async def test_a_node_told_to_stop_finishes_what_it_runs(two_by_two: tuple[Cluster, Router]) -> None:
