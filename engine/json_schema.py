@@ -4,7 +4,7 @@ Owns the keywords that a compiled schema would silently not hold to: such a sche
 that an answer which is complete always validates. Must never know tokens or a compiler.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType, NoneType
 from typing import Any
 
@@ -79,6 +79,7 @@ def check_schema(schema: Mapping[str, Any]) -> None:
         place, part = pending.pop()
         if isinstance(part, Mapping):
             _check_keywords(place, part)
+            _check_branches(place, part, schema)
             pending += _parts(place, part)
         elif not isinstance(part, bool):
             raise ValueError(f"{place} must be a schema, got {str(part)[:80]!r}")
@@ -128,14 +129,69 @@ def _check_values(place: str, part: Mapping[str, Any]) -> None:
     for keyword in _SAYS_MORE:
         if "enum" in part and keyword in part:
             raise ValueError(f"{place} must not give {keyword!r} beside 'enum': it cannot be enforced")
-    types = part.get("type")
-    if types is None:
+    if "type" not in part:
         return
-    named = [types] if isinstance(types, str) else types
     for value in _listed(part):
-        if not any(_has_type(value, name) for name in named):
+        if not _has_type(value, _types(part)):
             shown = str(value)[:80]
-            raise ValueError(f"{place} must give only values of type {types!r}, got {shown!r}")
+            raise ValueError(f"{place} must give only values of type {part['type']!r}, got {shown!r}")
+
+
+def _check_branches(place: str, part: Mapping[str, Any], root: Mapping[str, Any]) -> None:
+    """A type is not held to beside other schemas, so it may only repeat what they say."""
+    if "type" not in part:
+        return
+    for combining in _ALONE:
+        if not all(_is_within(one, _types(part), root) for one in _branches(part, combining)):
+            raise ValueError(
+                f"{place} must not give 'type' beside {combining!r} unless every schema there is of that type"
+            )
+
+
+def _branches(part: Mapping[str, Any], combining: str) -> Sequence[Any]:
+    if combining == "$ref":
+        return [{"$ref": part["$ref"]}] if "$ref" in part else []
+    listed = part.get(combining, ())
+    return listed if isinstance(listed, list | tuple) else ()
+
+
+def _is_within(branch: Any, types: Sequence[Any], root: Mapping[str, Any]) -> bool:
+    """Whether all that `branch` allows is of these types, as far as is easily seen."""
+    pending, seen = [branch], set[int]()
+    while pending:
+        one = pending.pop()
+        if not isinstance(one, Mapping):
+            return False
+        if "$ref" in one:
+            one = _referred(str(one["$ref"]), root)
+            if id(one) not in seen:
+                seen.add(id(one))
+                pending.append(one)
+        elif "const" in one or "enum" in one:
+            if not all(_has_type(value, types) for value in _listed(one)):
+                return False
+        elif "type" in one:
+            if not all(name in types or (name == "integer" and "number" in types) for name in _types(one)):
+                return False
+        else:
+            nested = [inner for combining in _ALONE for inner in _branches(one, combining)]
+            if not nested:
+                return False
+            pending += nested
+    return True
+
+
+def _referred(reference: str, root: Mapping[str, Any]) -> Any:
+    found: Any = root
+    for step in reference.removeprefix("#").split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
+
+
+def _types(part: Mapping[str, Any]) -> Sequence[Any]:
+    types = part["type"]
+    return types if isinstance(types, list | tuple) else [types]
 
 
 def _listed(part: Mapping[str, Any]) -> list[Any]:
@@ -144,13 +200,13 @@ def _listed(part: Mapping[str, Any]) -> list[Any]:
     return [*values, *constant] if isinstance(values, list | tuple) else constant
 
 
-def _has_type(value: Any, name: str) -> bool:
+def _has_type(value: Any, types: Sequence[Any]) -> bool:
     """As JSON has it: true is no number, and 2.0 is an integer."""
     if isinstance(value, bool):
-        return name == "boolean"
-    if name == "integer" and isinstance(value, float):
-        return value.is_integer()
-    return isinstance(value, _TYPES.get(name, ()))
+        return "boolean" in types
+    if isinstance(value, float) and value.is_integer():
+        return "integer" in types or "number" in types
+    return any(isinstance(value, _TYPES.get(str(name), ())) for name in types)
 
 
 def _parts(place: str, part: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -82,6 +82,20 @@ def test_choices_are_bounded() -> None:
         ({"type": "string", "const": None}, "schema must give only values of type 'string', got 'None'"),
         ({"type": "integer", "enum": [1, 50], "maximum": 9}, "schema must not give 'maximum' beside 'enum'"),
         ({"enum": ["a", "b"], "anyOf": [{"const": "a"}]}, "schema must not give 'anyOf' beside 'enum'"),
+        (
+            {"type": "string", "anyOf": [{"const": "a"}, {"type": "integer"}]},
+            "schema must not give 'type' beside 'anyOf' unless every schema there is of that type",
+        ),
+        ({"type": "string", "allOf": [{"minLength": 3, "type": "null"}]}, "'type' beside 'allOf' unless"),
+        (
+            {"type": "integer", "$ref": "#/$defs/n", "$defs": {"n": {"type": "number"}}},
+            "beside '$ref' unless",
+        ),
+        (
+            {"type": "string", "$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {}}},
+            "unless every",
+        ),
+        ({"type": "string", "$ref": "#/$defs/a/b", "$defs": {"a": {}}}, "'type' beside '$ref' unless"),
         ({"type": "object", "required": ["a"]}, "schema must describe in 'properties' what it requires"),
         ({"type": "array", "items": "string"}, "schema.items must be a schema, got 'string'"),
         ({"type": "array", "prefixItems": {}}, "schema.prefixItems must be a list, got '{}'"),
@@ -104,6 +118,9 @@ def test_a_schema_that_would_not_be_held_to_is_refused(schema: dict[str, Any], r
         {"enum": [{"not": 1}, "uniqueItems"]},
         {"type": ["string", "null"], "enum": ["a", None]},
         {"type": "integer", "enum": [1, 2.0]},
+        {"type": ["number", "null"], "anyOf": [{"type": "integer"}, {"const": None}, {"enum": [1.5]}]},
+        {"type": "string", "$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 2}}},
+        {"type": "object", "anyOf": [{"$ref": "#/$defs/a~1b"}], "$defs": {"a/b": {"oneOf": [PERSON]}}},
         {"type": "object", "const": {"a": [1]}},
         {"type": "array", "uniqueItems": False, "items": {"const": 3, "minimum": 1}},
         {
