@@ -112,14 +112,13 @@ class Sessions:
         session = self._sessions.get(output.peer)
         if session is None:
             return
-        match output:
-            case ToPeer():
-                if isinstance(session.answer, PeerAccepted):
-                    session.outbox.put(output.message)
-            case DropPeer():
+        if isinstance(output, PeerAccepted | PeerRefused):
+            self._take_answer(session, output)
+        elif isinstance(session.answer, PeerAccepted):  # else it is about the session before this one
+            if isinstance(output, ToPeer):
+                session.outbox.put(output.message)
+            else:
                 session.outbox.drop(output.reason)
-            case PeerAccepted() | PeerRefused():
-                self._take_answer(session, output)
 
     def close(self, reason: str) -> None:
         for session in self._sessions.values():

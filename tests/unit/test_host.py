@@ -411,6 +411,25 @@ def test_a_newer_session_of_the_same_peer_replaces_the_older() -> None:
     run_virtual(main())
 
 
+def test_a_drop_said_before_the_core_met_the_peer_again_does_not_end_the_new_session() -> None:
+    async def main() -> None:
+        cluster = Cluster()
+        async with FakeNode(cluster, "prefill", "p:1", P) as prefill:
+            hello = FakeNode(cluster, "decode", "d:1", D).core.hello()
+            prefill.core.outputs.append(DropPeer(peer=D, reason="a step that took longer than to come back"))
+            channel = await cluster.network.connector("d:1").session("p:1")
+            await channel.send(hello)
+            assert await channel.receive() == prefill.core.hello()
+            await channel.send(CancelTransfer(tid=TID))
+            await asyncio.sleep(0.1)
+            assert prefill.core.events == [
+                PeerHello(hello=hello),
+                PeerMessage(peer=D, message=CancelTransfer(tid=TID)),
+            ]
+
+    run_virtual(main())
+
+
 def test_decode_nodes_accept_no_sessions() -> None:
     async def main() -> None:
         cluster = Cluster()
