@@ -27,7 +27,7 @@ from deploy.ports import free_port
 from deploy.processes import Child, Command
 from router.text.tokenizer import Tokenizer
 
-READY_TIMEOUT_S = 60.0
+READY_TIMEOUT_S = 180.0
 MODEL_NAME = "stub"
 NUM_WORDS = 8192
 NUM_PROMPT_TOKENS = 32

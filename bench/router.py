@@ -21,7 +21,7 @@ from deploy.ports import free_port
 from deploy.processes import Child
 from router.text.tokenizer import Tokenizer
 
-READY_TIMEOUT_S = 60.0
+READY_TIMEOUT_S = 180.0
 MODEL_NAME = "stub"
 
 

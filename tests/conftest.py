@@ -48,7 +48,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     before = item.session.testsfailed
     result = yield
     if item.session.testsfailed > before:
-        sys.last_value = sys.last_traceback = None  # they hold the test's variables
+        for name in ("last_exc", "last_value", "last_traceback"):  # they hold the test's variables
+            vars(sys).pop(name, None)
         told, sys.unraisablehook = sys.unraisablehook, sys.__unraisablehook__
         with warnings.catch_warnings(action="ignore"):
             gc.collect()

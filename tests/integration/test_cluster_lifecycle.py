@@ -94,14 +94,15 @@ async def test_roles_start_in_any_order_and_a_pair_that_differs_is_named_and_nev
 
 async def says(router: Router, status: int, states: list[str]) -> list[Json]:
     """What /ready comes to say: its status and the states of its pairs."""
+    pairs: list[Json] = []
 
     async def missing() -> str:
         found, report = await router.report()
-        have = sorted(pair["state"] for pair in report.get("pairs", ()))
+        pairs[:] = report.get("pairs", ())
+        have = sorted(pair["state"] for pair in pairs)
         return "" if (found, have) == (status, states) else f"{status} {states}, not {found} {report}"
 
     await eventually(missing, within_s=READY_S)
-    pairs: list[Json] = (await router.report())[1]["pairs"]
     return pairs
 
 
