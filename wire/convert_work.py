@@ -4,37 +4,28 @@ Owns the mapping of every message on a `Work` stream. `unpack_*` raises ValueErr
 for anything malformed. Must never know who sends or receives.
 """
 
-from collections.abc import Iterable
 from typing import assert_never
 
-from engine.params import SamplingParams, TokenLogprob
+from engine.params import SamplingParams
 from kv_transfer.ids import TransferId
+from wire.convert_events import pack_tid
 from wire.convert_fields import (
     malformed,
     pack_int32s,
     require,
     unpack_incarnation,
-    unpack_logprob,
     unpack_tid,
     unpack_token_ids,
 )
 from wire.convert_kv import pack_kv_update, unpack_kv_update
+from wire.convert_rounds import pack_events, unpack_events
 from wire.gen import node_pb2 as pb
 from wire.kv_events import KvSubscribe, KvUpdate
 from wire.work import (
-    Accepted,
     Cancel,
-    Event,
-    Failed,
-    Finished,
     Frame,
     NodeRef,
-    Preempted,
-    PromptInfo,
-    PromptLogprobs,
-    Rejected,
     Submit,
-    Tokens,
     Unreadable,
     WorkHello,
 )
@@ -50,7 +41,7 @@ def pack_to_node(message: ToNode) -> pb.ToNode:
         case Submit():
             return pb.ToNode(submit=_pack_submit(message))
         case Cancel():
-            return pb.ToNode(cancel=pb.Cancel(tid=_pack_tid(message.tid)))
+            return pb.ToNode(cancel=pb.Cancel(tid=pack_tid(message.tid)))
         case KvSubscribe():
             return pb.ToNode(kv_subscribe=pb.KvSubscribe())
         case _:
@@ -76,8 +67,7 @@ def pack_from_node(message: FromNode) -> pb.FromNode:
         case WorkHello():
             return pb.FromNode(hello=_pack_hello(message))
         case Frame():
-            events = [_pack_event(event) for event in message.events]
-            return pb.FromNode(frame=pb.Frame(step=message.step, events=events))
+            return pb.FromNode(frame=pb.Frame(step=message.step, events=pack_events(message.events)))
         case KvUpdate():
             return pb.FromNode(kv_update=pack_kv_update(message))
         case _:
@@ -89,16 +79,11 @@ def unpack_from_node(message: pb.FromNode) -> FromNode:
         case "hello":
             return _unpack_hello(message.hello)
         case "frame":
-            events = tuple(_unpack_event(event) for event in message.frame.events)
-            return Frame(step=message.frame.step, events=events)
+            return Frame(step=message.frame.step, events=unpack_events(message.frame.events))
         case "kv_update":
             return unpack_kv_update(message.kv_update)
         case None:
             malformed("from_node.message", None, "set")
-
-
-def _pack_tid(tid: TransferId) -> pb.Tid:
-    return pb.Tid(request_id=tid.request_id, attempt=tid.attempt)
 
 
 def _pack_hello(hello: WorkHello) -> pb.WorkHello:
@@ -123,7 +108,7 @@ def _unpack_hello(hello: pb.WorkHello) -> WorkHello:
 def _pack_submit(submit: Submit) -> pb.Submit:
     peer = submit.peer
     return pb.Submit(
-        tid=_pack_tid(submit.tid),
+        tid=pack_tid(submit.tid),
         prompt_ids=pack_int32s(submit.prompt_ids, "submit.prompt_ids"),
         num_prompt_tokens=submit.num_prompt_tokens,
         sampling=_pack_sampling(submit.sampling),
@@ -214,133 +199,4 @@ def _unpack_sampling(sampling: pb.SamplingParams) -> SamplingParams:
         logit_bias=tuple(zip(ids, values, strict=True)),
         allowed_token_ids=tuple(sampling.allowed_token_ids),
         banned_sequences=tuple(tuple(sequence.ids) for sequence in sampling.banned_sequences),
-    )
-
-
-def _pack_event(event: Event) -> pb.Event:
-    tid = _pack_tid(event.tid)
-    match event:
-        case Tokens():
-            return pb.Event(tid=tid, tokens=_pack_tokens(event))
-        case Finished():
-            return pb.Event(tid=tid, finished=_pack_finished(event))
-        case Accepted():
-            return pb.Event(tid=tid, accepted=pb.Accepted(queued_behind=event.queued_behind))
-        case Rejected():
-            rejected = pb.Rejected(code=event.code, retryable=event.retryable, reason=event.reason)
-            return pb.Event(tid=tid, rejected=rejected)
-        case PromptInfo():
-            return pb.Event(tid=tid, prompt_info=pb.PromptInfo(cached_tokens=event.cached_tokens))
-        case PromptLogprobs():
-            scored = [_pack_logprob(one) for one in event.logprobs]
-            return pb.Event(
-                tid=tid, prompt_logprobs=pb.PromptLogprobs(first_index=event.first_index, logprobs=scored)
-            )
-        case Preempted():
-            return pb.Event(tid=tid, preempted=pb.Preempted(next_index=event.next_index))
-        case Failed():
-            failed = pb.Failed(code=event.code, retryable=event.retryable, reason=event.reason)
-            return pb.Event(tid=tid, failed=failed)
-        case _:
-            assert_never(event)
-
-
-def _unpack_event(event: pb.Event) -> Event:
-    tid = unpack_tid(event.tid, "event.tid")
-    match event.WhichOneof("event"):
-        case "tokens":
-            return _unpack_tokens(tid, event.tokens)
-        case "finished":
-            return _unpack_finished(tid, event.finished)
-        case "accepted":
-            return Accepted(tid=tid, queued_behind=event.accepted.queued_behind)
-        case "rejected":
-            rejected = event.rejected
-            return Rejected(tid=tid, code=rejected.code, retryable=rejected.retryable, reason=rejected.reason)
-        case "prompt_info":
-            return PromptInfo(tid=tid, cached_tokens=event.prompt_info.cached_tokens)
-        case "prompt_logprobs":
-            scored = event.prompt_logprobs
-            return PromptLogprobs(
-                tid=tid,
-                first_index=scored.first_index,
-                logprobs=_unpack_logprobs(scored.logprobs, "prompt_logprobs"),
-            )
-        case "preempted":
-            return Preempted(tid=tid, next_index=event.preempted.next_index)
-        case "failed":
-            failed = event.failed
-            return Failed(tid=tid, code=failed.code, retryable=failed.retryable, reason=failed.reason)
-        case None:
-            malformed("event.event", None, "set")
-
-
-def _pack_tokens(tokens: Tokens) -> pb.Tokens:
-    return pb.Tokens(
-        first_index=tokens.first_index,
-        ids=tokens.ids,
-        logprobs=None if tokens.logprobs is None else [_pack_logprob(one) for one in tokens.logprobs],
-        drafted=tokens.drafted,
-        accepted=tokens.accepted,
-        has_logprobs=tokens.logprobs is not None,
-    )
-
-
-def _unpack_tokens(tid: TransferId, tokens: pb.Tokens) -> Tokens:
-    ids, logprobs = tuple(tokens.ids[:]), None  # a slice comes at once, iterating takes them one by one
-    if tokens.has_logprobs:
-        logprobs = _unpack_logprobs(tokens.logprobs, "tokens.logprobs")
-        holds = len(logprobs) == len(ids)
-        require("tokens.logprobs", len(logprobs), holds=holds, rule=f"{len(ids)} values")
-    return Tokens(
-        tid=tid,
-        first_index=tokens.first_index,
-        ids=ids,
-        logprobs=logprobs,
-        drafted=tokens.drafted,
-        accepted=tokens.accepted,
-    )
-
-
-def _unpack_logprobs(logprobs: Iterable[pb.Logprob], field: str) -> tuple[TokenLogprob, ...]:
-    return tuple(
-        unpack_logprob(one.logprob, top_ids=one.top_ids, top_logprobs=one.top_logprobs, field=field)
-        for one in logprobs
-    )
-
-
-def _pack_logprob(logprob: TokenLogprob) -> pb.Logprob:
-    return pb.Logprob(
-        logprob=logprob.logprob,
-        top_ids=[token_id for token_id, _ in logprob.top],
-        top_logprobs=[value for _, value in logprob.top],
-    )
-
-
-def _pack_finished(finished: Finished) -> pb.Finished:
-    return pb.Finished(
-        reason=finished.reason,
-        stop_token_id=finished.stop_token_id,
-        kv_bytes=finished.kv_bytes,
-        transport=finished.transport,
-        queue_s=finished.queue_s,
-        compute_s=finished.compute_s,
-        transfer_s=finished.transfer_s,
-        num_steps=finished.num_steps,
-        seedless=finished.seedless,
-    )
-
-
-def _unpack_finished(tid: TransferId, finished: pb.Finished) -> Finished:
-    return Finished(
-        tid=tid,
-        reason=finished.reason,
-        stop_token_id=finished.stop_token_id if finished.HasField("stop_token_id") else None,
-        kv_bytes=finished.kv_bytes,
-        transport=finished.transport,
-        queue_s=finished.queue_s,
-        compute_s=finished.compute_s,
-        transfer_s=finished.transfer_s,
-        num_steps=finished.num_steps,
-        seedless=finished.seedless,
     )

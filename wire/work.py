@@ -57,7 +57,7 @@ class WorkHello:
 
     incarnation: Incarnation
     role: str  # "router", "prefill", "decode"
-    version: int = 1
+    version: int = 2
     has_kv_events: bool = False
 
 

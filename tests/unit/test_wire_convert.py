@@ -145,7 +145,7 @@ events = st.one_of(
     st.builds(Preempted, tid=tid, next_index=uint32),
     st.builds(Failed, tid=tid, code=name, retryable=st.booleans(), reason=name),
 )
-frame = st.builds(Frame, step=uint64, events=st.lists(events, max_size=4).map(tuple))
+frame = st.builds(Frame, step=uint64, events=st.lists(events | tokens(), max_size=6).map(tuple))
 
 
 @st.composite

@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,7 @@ from wire.work import (
     Finished,
     Frame,
     Submit,
+    Tokens,
     Unreadable,
 )
 
@@ -114,6 +116,40 @@ def test_an_event_without_content_names_the_field() -> None:
     event = node_pb2.Event(tid=node_pb2.Tid(request_id="r", attempt=1))
     with pytest.raises(ValueError, match=r"event.event must be set"):
         unpack_from_node(node_pb2.FromNode(frame=node_pb2.Frame(step=1, events=[event])))
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "refusal"),
+    [
+        ("attempts", [1], "rounds must be columns of 2 values, got 1"),
+        ("request_ids", ["a", ""], "rounds.request_ids must be request ids"),
+        ("num_ids", [1, 1], "rounds.num_ids must be 3 in all, got 2"),
+    ],
+)
+def test_columns_that_do_not_fit_name_the_field(column: str, values: list[Any], refusal: str) -> None:
+    columns: dict[str, Any] = {
+        "request_ids": ["a", "b"],
+        "attempts": [1, 1],
+        "first_indices": [0, 5],
+        "num_ids": [1, 2],
+        "ids": [7, 8, 9],
+        "drafted": [0, 3],
+        "accepted": [0, 1],
+    }
+    frame = Frame(
+        step=1,
+        events=(
+            Tokens(tid=TransferId("a", 1), first_index=0, ids=(7,)),
+            Tokens(tid=TransferId("b", 1), first_index=5, ids=(8, 9), drafted=3, accepted=1),
+        ),
+    )
+
+    def message(rounds: node_pb2.Rounds) -> node_pb2.FromNode:
+        return node_pb2.FromNode(frame=node_pb2.Frame(step=1, events=[node_pb2.Event(rounds=rounds)]))
+
+    assert unpack_from_node(message(node_pb2.Rounds(**columns))) == frame
+    with pytest.raises(ValueError, match=refusal):
+        unpack_from_node(message(node_pb2.Rounds(**columns | {column: values})))
 
 
 def packed_hello() -> transfer_pb2.ToPrefill:

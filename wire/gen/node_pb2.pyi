@@ -439,6 +439,7 @@ class Event(_message.Message):
     PREEMPTED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    ROUNDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tid(self) -> Global___Tid: ...
     @_builtins.property
@@ -457,6 +458,10 @@ class Event(_message.Message):
     def failed(self) -> Global___Failed: ...
     @_builtins.property
     def prompt_logprobs(self) -> Global___PromptLogprobs: ...
+    @_builtins.property
+    def rounds(self) -> Global___Rounds:
+        """no tid: each has its own"""
+
     def __init__(
         self,
         *,
@@ -469,16 +474,65 @@ class Event(_message.Message):
         preempted: Global___Preempted | None = ...,
         failed: Global___Failed | None = ...,
         prompt_logprobs: Global___PromptLogprobs | None = ...,
+        rounds: Global___Rounds | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "event", b"event", "failed", b"failed", "finished", b"finished", "preempted", b"preempted", "prompt_info", b"prompt_info", "prompt_logprobs", b"prompt_logprobs", "rejected", b"rejected", "tid", b"tid", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "event", b"event", "failed", b"failed", "finished", b"finished", "preempted", b"preempted", "prompt_info", b"prompt_info", "prompt_logprobs", b"prompt_logprobs", "rejected", b"rejected", "rounds", b"rounds", "tid", b"tid", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "event", b"event", "failed", b"failed", "finished", b"finished", "preempted", b"preempted", "prompt_info", b"prompt_info", "prompt_logprobs", b"prompt_logprobs", "rejected", b"rejected", "tid", b"tid", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "event", b"event", "failed", b"failed", "finished", b"finished", "preempted", b"preempted", "prompt_info", b"prompt_info", "prompt_logprobs", b"prompt_logprobs", "rejected", b"rejected", "rounds", b"rounds", "tid", b"tid", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "rejected", "prompt_info", "tokens", "finished", "preempted", "failed", "prompt_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "rejected", "prompt_info", "tokens", "finished", "preempted", "failed", "prompt_logprobs", "rounds"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___Event: _TypeAlias = Event  # noqa: Y015
+
+@_typing.final
+class Rounds(_message.Message):
+    """Tokens without log-probabilities that stand next to each other in a frame, column by column."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_IDS_FIELD_NUMBER: _builtins.int
+    ATTEMPTS_FIELD_NUMBER: _builtins.int
+    FIRST_INDICES_FIELD_NUMBER: _builtins.int
+    NUM_IDS_FIELD_NUMBER: _builtins.int
+    IDS_FIELD_NUMBER: _builtins.int
+    DRAFTED_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def attempts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def first_indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def num_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of all, one after the other"""
+
+    @_builtins.property
+    def drafted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def accepted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        request_ids: _abc.Iterable[_builtins.str] | None = ...,
+        attempts: _abc.Iterable[_builtins.int] | None = ...,
+        first_indices: _abc.Iterable[_builtins.int] | None = ...,
+        num_ids: _abc.Iterable[_builtins.int] | None = ...,
+        ids: _abc.Iterable[_builtins.int] | None = ...,
+        drafted: _abc.Iterable[_builtins.int] | None = ...,
+        accepted: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "attempts", b"attempts", "drafted", b"drafted", "first_indices", b"first_indices", "ids", b"ids", "num_ids", b"num_ids", "request_ids", b"request_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Rounds: _TypeAlias = Rounds  # noqa: Y015
 
 @_typing.final
 class Accepted(_message.Message):
