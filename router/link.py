@@ -41,7 +41,6 @@ class LinkConfig:
     """`outbox_messages` bounds the submits that wait for a node that reads slowly."""
 
     open_timeout_s: float = 5.0
-    send_timeout_s: float = 10.0
     first_backoff_s: float = 0.1
     max_backoff_s: float = 5.0
     outbox_messages: int = 1024
@@ -176,10 +175,7 @@ class Link:
         while True:
             message = await self._outbox.get()
             try:
-                async with asyncio.timeout(self._config.send_timeout_s):
-                    await channel.send(message)
-            except TimeoutError:
-                raise ChannelClosed("timed out") from None
+                await channel.send(message)
             except ValueError as error:  # it fits no wire message: its own request's fault, not the link's
                 if isinstance(message, KvSubscribe):
                     raise

@@ -81,13 +81,13 @@ class TokenMerger:
 
     def _deliver(self, tokens: Tokens) -> list[Delta]:
         known = len(self.delivered) - tokens.first_index
-        before = tuple(self.delivered[tokens.first_index : tokens.first_index + len(tokens.ids)])
-        if before != tokens.ids[: len(before)]:
-            raise MergeFault(f"index {tokens.first_index}: {before} delivered, now {tokens.ids}")
-        if before:
+        if known:
+            before = tuple(self.delivered[tokens.first_index : tokens.first_index + len(tokens.ids)])
+            if before != tokens.ids[: len(before)]:
+                raise MergeFault(f"index {tokens.first_index}: {before} delivered, now {tokens.ids}")
             self.duplicates += 1
-        if known >= len(tokens.ids):
-            return []
+            if known >= len(tokens.ids):
+                return []
         has_scores = not self.delivered and self._num_scores is not None
         new = Delta(
             first_index=len(self.delivered),

@@ -20,8 +20,9 @@ class Channel(Protocol):
         ...
 
     async def send(self, message: Any) -> None:
-        """Queue one message; waits when the peer reads slower than we write. Raises ChannelClosed, or
-        ValueError for a message that the wire cannot carry: then nothing is sent and the stream goes on."""
+        """Queue one message; waits when the peer reads slower than we write. Raises ChannelClosed, also when
+        the peer has read nothing for long, or ValueError for a message that the wire cannot carry: then
+        nothing is sent and the stream goes on."""
         ...
 
     async def receive(self) -> Any:
