@@ -4,14 +4,14 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_NUM_YOUNG = 10_000
+_NUM_YOUNG = 50_000
 
 
 @contextmanager
 def settled_heap() -> Iterator[None]:
     """What is there now stays, and the collector lets it alone: a full collection, which halts every stream,
     then takes as long as requests in flight are many, not as the vocabulary is large. Young objects it looks
-    at less often, for those of one event are gone with it.
+    at less often, for those of one event or request are gone with it.
     """
     thresholds = gc.get_threshold()
     gc.collect()
