@@ -104,4 +104,4 @@ async def test_a_client_that_leaves_what_it_has_not_read_ends_the_answer() -> No
         writer.write(REQUEST)
         await producer.has_put.wait()
         writer.transport.abort()
-        await asyncio.wait_for(producer.is_over.wait(), timeout=20)
+        await asyncio.wait_for(producer.is_over.wait(), timeout=60)
