@@ -179,6 +179,9 @@ def _prompts(value: Any) -> tuple[tuple[Prompt, ...], bool]:
         return (tuple(value),), False
     if all(isinstance(item, str) for item in value):
         return tuple(value), True
+    if type(value[0]) is int:
+        index = next(index for index, item in enumerate(value) if type(item) is not int)
+        raise refuse(f"prompt[{index}]", "a token id like the others", value[index])
     return tuple(_token_ids(index, item) for index, item in enumerate(value)), True
 
 

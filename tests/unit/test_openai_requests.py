@@ -253,7 +253,14 @@ def test_prompts_come_in_four_forms(prompt: Any, prompts: tuple[Any, ...], is_li
 
 @pytest.mark.parametrize(
     ("prompt", "param"),
-    [(None, "prompt"), ([], "prompt"), (5, "prompt"), ([[1], "x"], "prompt[1]"), ([1, True], "prompt[0]")],
+    [
+        (None, "prompt"),
+        ([], "prompt"),
+        (5, "prompt"),
+        ([[1], "x"], "prompt[1]"),
+        ([1, True], "prompt[1]"),
+        ([1, 2.5], "prompt[1]"),
+    ],
 )
 def test_other_prompts_are_refused(prompt: Any, param: str) -> None:
     assert completion_error(prompt=prompt)[0] == param
