@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import msgspec
 from google.protobuf import json_format
 
 from router.errors import BadRequest
@@ -11,6 +10,7 @@ from router.generation import Ended, TextDelta
 from router.openai.chat_parts import ChatParts
 from router.openai.fields import Fields
 from router.openai.grammar import read_option
+from router.openai.json_text import NoJson, decode_json
 from router.openai.messages import Message, read_messages
 from router.openai.requests import checked_keeps_last, template_options
 from router.openai.tables import MAX_CHOICES
@@ -106,8 +106,8 @@ def _tool(index: int, tool: generate_pb2.Tool) -> dict[str, Any]:
     function: dict[str, Any] = {"name": tool.name, "description": tool.description, "strict": tool.strict}
     if tool.parameters:
         try:
-            function["parameters"] = msgspec.json.decode(tool.parameters)
-        except (msgspec.DecodeError, RecursionError) as error:
+            function["parameters"] = decode_json(tool.parameters)
+        except NoJson as error:
             field = f"tools[{index}].parameters"
             raise BadRequest(f"{field} must be a JSON schema: {error}", param=field) from error
     return {"type": "function", "function": function}

@@ -13,6 +13,7 @@ import msgspec
 
 from router.errors import BadRequest, BodyTooLarge
 from router.openai.fields import decode_object, invalid_json, no_object
+from router.openai.json_text import NoJson, decode_json
 
 STEP_BYTES = 256 * 1024
 """What is decoded at once."""
@@ -51,7 +52,7 @@ def decode_steps(body: bytes, *, step_bytes: int = STEP_BYTES) -> Generator[None
         fields = _OBJECT.decode(body)
         yield
         return (yield from _values(fields, step_bytes))
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, RecursionError, NoJson) as error:
         raise invalid_json(error) from error
 
 
@@ -67,7 +68,7 @@ def _values(fields: Mapping[str, msgspec.Raw], step_bytes: int) -> Generator[Non
         num_values += 1 + (yield from _count_values(text))
         if num_values > MAX_VALUES:
             raise _too_many_values()
-        values[name] = msgspec.json.decode(raw)
+        values[name] = decode_json(text)
         if is_long or index % _FIELDS_AT_ONCE == 0:
             yield
     return values

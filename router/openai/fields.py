@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from router.errors import BadRequest
+from router.openai.json_text import NoJson, decode_json
 
 _SHOWN_CHARS = 80
 
@@ -16,8 +17,8 @@ _SHOWN_CHARS = 80
 def decode_object(body: bytes) -> dict[str, Any]:
     """A JSON object from a request body. Raises BadRequest."""
     try:
-        value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
+        value = decode_json(body)
+    except NoJson as error:
         raise invalid_json(error) from error
     if not isinstance(value, dict):
         raise no_object(value)

@@ -8,11 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-import msgspec
-
 from router.errors import BadRequest
 from router.openai.closing import closed_schema
 from router.openai.fields import Fields, refuse
+from router.openai.json_text import NoJson, decode_json
 from router.requests import Constraint
 from wire.work import GrammarSpec, json_schema_grammar
 
@@ -123,8 +122,8 @@ def _parsed(where: str, value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return msgspec.json.decode(value)
-    except (msgspec.DecodeError, RecursionError) as error:
+        return decode_json(value)
+    except NoJson as error:
         raise BadRequest(f"{where} must be a JSON schema: {error}", param=where) from error
 
 

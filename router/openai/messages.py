@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
 from router.errors import BadRequest
 from router.openai.fields import refuse
+from router.openai.json_text import NoJson, decode_json
 
 Message = dict[str, Any]
 
@@ -93,8 +92,8 @@ def read_arguments(where: str, value: Any) -> Mapping[str, Any]:
     arguments = value
     if isinstance(value, str):
         try:
-            arguments = msgspec.json.decode(value or "{}")
-        except (msgspec.DecodeError, RecursionError):
+            arguments = decode_json(value or "{}")
+        except NoJson:
             arguments = None
     if not isinstance(arguments, dict):
         raise refuse(where, "a JSON object, written as a string", value)

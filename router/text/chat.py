@@ -18,6 +18,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from router.text.options import OPEN_ANSWER, TemplateOptions
 from router.text.tokenizer import read_json
 
+_WRONG = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+"""What a template may raise that was given something it was not written for."""
+
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
@@ -62,7 +65,7 @@ class ChatTemplate:
                 add_generation_prompt=options.opens_answer,
                 **variables,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        except _WRONG as error:
             raise TemplateFailed(f"the chat template refused the messages: {error}") from error
         return _up_to_last(text, str(shown[-1].get("content", ""))) if options.continues_last else text
 

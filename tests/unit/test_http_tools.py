@@ -9,7 +9,7 @@ from router.text.options import TemplateOptions
 from router.text.parsers.catalogue import AnswerFormat, answer_format
 from tests.fakes_dispatch import FakeDispatcher
 from tests.smollm2_text import NOON, smollm2_text
-from tests.unit.test_http import CHAT, EOS, events, ids_of, post
+from tests.unit.test_http import CHAT, EOS, answering, client, events, ids_of, post
 
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}},
@@ -232,3 +232,21 @@ async def test_calls_can_be_sent_back_with_their_answers_as_the_openai_client_do
     response = await post(dispatcher, "/v1/chat/completions", {"messages": said})
     assert response.status_code == 200, response.text
     assert response.json()["choices"][0]["message"]["content"] == "It is noon."
+
+
+@pytest.mark.parametrize("depth", [480, 960, 5000])
+async def test_tools_nested_deeper_than_a_template_can_follow_are_refused(depth: int) -> None:
+    """What shows them to the model, and what repeats them, calls itself for every level."""
+    parameters = '{"items":' * depth + "{}" + "}" * depth
+    function = {"name": "f", "parameters": "DEEP"}
+    bodies = {
+        "/v1/chat/completions": CHAT | {"tools": [{"type": "function", "function": function}]},
+        "/v1/responses": {"input": "x", "tools": [{"type": "function", **function}]},
+    }
+    async with client(answering("x"), answer_format=HERMES) as http:
+        for path, body in bodies.items():
+            answer = await http.post(path, content=json.dumps(body).replace('"DEEP"', parameters))
+            assert answer.json()["error"]["code"] == "invalid_json"
+        in_text = {**ASKED, "tools": None, "structured_outputs": {"json": parameters}}
+        answer = await http.post("/v1/chat/completions", json=in_text)
+        assert answer.json()["error"]["param"] == "structured_outputs.json"

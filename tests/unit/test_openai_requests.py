@@ -1,3 +1,4 @@
+import json
 from typing import Any
 
 import pytest
@@ -34,12 +35,20 @@ def completion_error(**changes: Any) -> tuple[str | None, str]:
         (b'{"a":"\xff"}', "the body must be valid JSON"),
         (b'{"a":"\\ud800"}', "the body must be valid JSON"),
         (b"[" * 100_000, "the body must be valid JSON"),
+        (b'{"a":' * 257 + b"1" + b"}" * 257, "the body must be valid JSON: nested deeper than 256 levels"),
     ],
 )
 def test_a_body_that_is_no_json_object_is_refused(body: bytes, message: str) -> None:
     with pytest.raises(BadRequest, match=message) as caught:
         decode_object(body)
     assert caught.value.code == "invalid_json"
+
+
+def test_a_body_may_be_nested_as_deep_as_is_said() -> None:
+    deep = b'{"a":' * 256 + b"1" + b"}" * 256
+    assert decode_object(deep)["a"]["a"]
+    wide: dict[str, Any] = {"a": [{}] * 5000}
+    assert decode_object(json.dumps(wide).encode()) == wide
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,8 @@ def test_the_date_is_the_one_it_is_given() -> None:
         "{{ messages.append(1) }}",
         "{{ ''.__class__.__mro__ }}",
         "{{ nothing.at_all }}",
+        "{{ 1 // 0 }}",
+        "{{ range(10 ** 9) }}",
     ],
 )
 def test_what_goes_wrong_in_a_template_is_a_refusal(source: str) -> None:
