@@ -125,6 +125,8 @@ class Eagle(RecurrentReference):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         mixed = self._dense.linear(torch.cat((target.embedding_VE[ids], hidden_TE), dim=1), "fc")
         out = self._dense.layer("layers.0.", mixed, is_normed=False)
+        for index in range(1, len({name.split(".")[1] for name in self._dense.tensors if "layers." in name})):
+            out = self._dense.layer(f"layers.{index}.", out)
         return out, out @ target.head_VE.T
 
 

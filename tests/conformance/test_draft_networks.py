@@ -41,6 +41,7 @@ from tests.tiny_drafts import (
     WIDTH,
     Random,
     Tensors,
+    as_qwen_next,
     as_speculators,
     deepseek_tensors,
     eagle3_config,
@@ -52,6 +53,7 @@ from tests.tiny_drafts import (
 )
 
 NUM_DRAFTS = 3
+NORMS = ("q_norm", "k_norm")
 
 
 class Reference(Protocol):
@@ -175,8 +177,8 @@ def own_embedding(random: Random, tensors: Tensors) -> Mapping[str, Any]:
 
 
 def qwen3_layers(random: Random, tensors: Tensors) -> Mapping[str, Any]:
-    for name in ("q_norm", "k_norm"):
-        tensors[f"layers.0.self_attn.{name}.weight"] = random.norm(HEAD_DIM)
+    for name in NORMS:
+        tensors[f"layers.0.self_attn.{name}.weight"] = random.matrix(1, HEAD_DIM, 2.0)[0]
     return {"layers": {"model_type": "qwen3", "head_dim": HEAD_DIM}}
 
 
@@ -201,6 +203,18 @@ def biased_eagle() -> Tensors:
     return {**eagle_tensors(), "fc.bias": Random(7).norm(WIDTH, base=0.0)}
 
 
+def deep_eagle() -> Tensors:
+    random = Random(7)
+    norm = {"layers.1.input_layernorm.weight": random.norm(WIDTH)}
+    return {**eagle_tensors(), **random.layer("layers.1.", scale=0.15), **norm}
+
+
+def qwen_module_with_head_norms() -> Tensors:
+    """Whose stored gains lack 1, as all of that layout's do."""
+    norms = {f"mtp.layers.0.self_attn.{name}.weight": Random(7).matrix(1, HEAD_DIM, 2.0)[0] for name in NORMS}
+    return {**as_qwen_next(deepseek_tensors()), **norms}
+
+
 def variants(tensors: Tensors) -> Reference:
     return Eagle3(tensors, Variant(taps=TAPS, num_layers=2, norm_before_residual=True, norm_output=True))
 
@@ -208,6 +222,9 @@ def variants(tensors: Tensors) -> Reference:
 CASES: Mapping[str, Case] = {
     "eagle": Case(algorithm="eagle", folder=lambda: tiny_draft("eagle"), reference=Eagle),
     "eagle biased": Case(algorithm="eagle", folder=saved("eagle", biased_eagle, bias=True), reference=Eagle),
+    "eagle of two layers": Case(
+        algorithm="eagle", folder=saved("eagle", deep_eagle, num_hidden_layers=2), reference=Eagle
+    ),
     "eagle3": Case(
         algorithm="eagle3",
         folder=lambda: tiny_draft("eagle3"),
@@ -233,6 +250,11 @@ CASES: Mapping[str, Case] = {
     "mtp of qwen3-next": Case(
         algorithm="mtp",
         folder=lambda: tiny_draft("mtp_qwen"),
+        reference=lambda tensors: Module(without_qwen_names(tensors), gain=1.0),
+    ),
+    "mtp of qwen3-next with head norms": Case(
+        algorithm="mtp",
+        folder=saved("mtp", qwen_module_with_head_norms, model_type="qwen3", head_dim=HEAD_DIM),
         reference=lambda tensors: Module(without_qwen_names(tensors), gain=1.0),
     ),
     "mtp modules": Case(
