@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -70,15 +71,19 @@ async def test_greedy_text_equals_transformers_on_every_pair_cold_and_cached(
     print("order seed", ORDER_SEED)
     rng = random.Random(ORDER_SEED)
     for turn in ("cold", "cached"):
-        before = await joined(four_pairs)
+        before = await counted(four_pairs)
         work = [greedy(four_pairs, reference, prompt_of(n), prompt_of(n)) for n in LENGTHS]
         work += [greedy(four_pairs, reference, text, tuple(tokenizer()(text).input_ids)) for text in TEXTS]
         work += [greedy_chat(four_pairs, reference, question) for question in CHATS]
         rng.shuffle(work)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(limited(one)) for one in work]
-        after = await joined(four_pairs)
-        assert {name: after[name] - before[name] for name in after} == dict.fromkeys(after, 20), turn
+        after = await counted(four_pairs)
+        grown = {name: after[name] - before[name] for name in after}
+        assert {name: one["joined"] for name, one in grown.items()} == dict.fromkeys(after, 20), turn
+        for name, one in grown.items():
+            some_stand_some_fall = 0 < one["accepted_tokens"] < one["drafted_tokens"]
+            assert some_stand_some_fall if name.startswith("ngram") else one["drafted_tokens"] == 0, grown
         usages = [task.result()["usage"] for task in tasks]
         hits = {usage["prompt_tokens"]: usage["prompt_tokens_details"]["cached_tokens"] for usage in usages}
         if turn == "cached":
@@ -86,10 +91,12 @@ async def test_greedy_text_equals_transformers_on_every_pair_cold_and_cached(
         await four_pairs.settle()
 
 
-async def joined(pairs: FourPairs) -> dict[str, float]:
-    """How many requests came to each decode node."""
+async def counted(pairs: FourPairs) -> dict[str, Counter[str]]:
+    """How many requests came to each decode node, and what became of its drafts."""
     nodes = [node for node in pairs.cluster.nodes.values() if node.role == "decode"]
-    return {node.name: (await node.status()).counters["joined"] for node in nodes}
+    facts = ("joined", "drafted_tokens", "accepted_tokens")
+    counters = {node.name: (await node.status()).counters for node in nodes}
+    return {name: Counter({fact: int(found[fact]) for fact in facts}) for name, found in counters.items()}
 
 
 async def test_each_pair_moves_pages_by_its_own_transport(
