@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.source_tree import ROOT
 
-OF_AN_OUTER_MAKE = ("MAKEFLAGS", "MAKEOVERRIDES", "PROMPT", "TORCH", "TORCH_INDEX")
+OF_AN_OUTER_MAKE = ("MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS", "PROMPT", "TORCH", "TORCH_INDEX")
 PYTORCH = "https://download.pytorch.org/whl/cpu"
 
 
