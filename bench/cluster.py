@@ -61,6 +61,7 @@ async def _transfers() -> dict[str, Any]:
                 "gb_per_s": speed.gb_per_s,
                 "raw_gb_per_s": speed.raw_gb_per_s,
                 "transfer_over_raw": speed.transfer_over_raw,
+                "transfer_over_raw_range": speed.transfer_over_raw_range,
                 "page_bytes": speed.page_bytes,
             }
     ratios = {pages: value["transfer_over_raw"] for pages, value in speeds["nixl"].items()}

@@ -58,7 +58,7 @@ def _aim(key: str) -> str:
 
 
 def _transfer(transfer: Mapping[str, Any]) -> str:
-    rows = [["", "pages", "GB/s", "contiguous NIXL GB/s", "ratio"]]
+    rows = [["", "pages", "GB/s", "contiguous NIXL GB/s", "ratio", "by pair"]]
     for name, sizes in transfer.items():
         rows += [[name, pages, *_speeds(speed)] for pages, speed in sizes.items()]
     return f"KV transfer, scattered pages (aim: ratio of nixl at least 0.9)\n{columns(rows)}"
@@ -67,6 +67,8 @@ def _transfer(transfer: Mapping[str, Any]) -> str:
 def _speeds(speed: Mapping[str, Any]) -> Iterator[str]:
     for key in ("gb_per_s", "raw_gb_per_s", "transfer_over_raw"):
         yield "-" if speed[key] is None else f"{speed[key]:.2f}"
+    by_pair = speed["transfer_over_raw_range"]
+    yield "-" if by_pair is None else "{:.2f} to {:.2f}".format(*by_pair)
 
 
 def _router(router: Mapping[str, Any]) -> str:

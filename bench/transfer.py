@@ -1,7 +1,8 @@
 """How fast pages move between two processes on this host, next to one contiguous NIXL write of as many bytes.
 
 Owns the measurement of one transport by name; the command line is wired elsewhere. The receiver is this
-module run as a process of its own. Both numbers come from the same pair of processes, turn by turn.
+module run as a process of its own. Both numbers come from the same pair of processes, turn by turn. How fast
+scattered pages are is to some part a matter of the pair, for as long as it lives, so there are several.
 """
 
 import argparse
@@ -31,14 +32,19 @@ from kv_transfer.transports import registry
 
 SMOLLM2_PAGE_BYTES = 30 * 2 * 16 * 3 * 64 * 2  # layers, K and V, tokens, heads, head_dim, bfloat16
 NUM_PAGES = (64, 256)
-NUM_ROUNDS = 31
+NUM_PAIRS = 7
+NUM_ROUNDS = 11
 POLL_S = 0.0002
 TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferSpeed:
-    """Medians over the rounds, of the ratio too. `raw` is one contiguous NIXL write; None without NIXL."""
+    """Medians over the pairs of processes of their medians over the rounds, of the ratio too.
+
+    `raw` is one contiguous NIXL write; None without NIXL. `transfer_over_raw_range`: of the slowest and the
+    fastest pair.
+    """
 
     transport: str
     num_pages: int
@@ -46,6 +52,7 @@ class TransferSpeed:
     gb_per_s: float
     raw_gb_per_s: float | None
     transfer_over_raw: float | None
+    transfer_over_raw_range: tuple[float, float] | None
 
 
 def measure(
@@ -53,11 +60,42 @@ def measure(
     *,
     num_pages: int = NUM_PAGES[0],
     page_bytes: int = SMOLLM2_PAGE_BYTES,
+    num_pairs: int = NUM_PAIRS,
     num_rounds: int = NUM_ROUNDS,
     seed: int = 0,
 ) -> TransferSpeed:
-    """Write `num_pages` scattered pages and a raw block in turn, `num_rounds` times after one warm-up."""
+    """Write `num_pages` scattered pages and a raw block in turn, `num_rounds` times after one warm-up.
+
+    All that between `num_pairs` pairs of processes, one pair after the other.
+    """
     rng = random.Random(seed)
+    transfers: list[float] = []
+    raws: list[float] = []
+    ratios: list[float] = []
+    for _ in range(num_pairs):
+        of_pages, of_raw = _measure_pair(
+            transport_name, num_pages, page_bytes, num_rounds=num_rounds, rng=rng
+        )
+        transfers.append(statistics.median(of_pages))
+        if of_raw:
+            raws.append(statistics.median(of_raw))
+            ratios.append(statistics.median(map(truediv, of_raw, of_pages)))
+    gigabytes = num_pages * page_bytes / 1e9
+    return TransferSpeed(
+        transport=transport_name,
+        num_pages=num_pages,
+        page_bytes=page_bytes,
+        gb_per_s=gigabytes / statistics.median(transfers),
+        raw_gb_per_s=gigabytes / statistics.median(raws) if raws else None,
+        transfer_over_raw=statistics.median(ratios) if ratios else None,
+        transfer_over_raw_range=(min(ratios), max(ratios)) if ratios else None,
+    )
+
+
+def _measure_pair(
+    transport_name: str, num_pages: int, page_bytes: int, *, num_rounds: int, rng: random.Random
+) -> tuple[list[float], list[float]]:
+    """Seconds of every round but the first: of the pages, and of the raw block, which there may not be."""
     tid = TransferId("bench", 1)
     transfers: list[float] = []
     raws: list[float] = []
@@ -75,15 +113,7 @@ def measure(
                 contenders.append((raws, raw_write))
             for times, action in rng.sample(contenders, len(contenders)):
                 times.append(_timed(action))
-    gigabytes = num_pages * page_bytes / 1e9
-    return TransferSpeed(
-        transport=transport_name,
-        num_pages=num_pages,
-        page_bytes=page_bytes,
-        gb_per_s=gigabytes / statistics.median(transfers[1:]),
-        raw_gb_per_s=gigabytes / statistics.median(raws[1:]) if raws else None,
-        transfer_over_raw=statistics.median(map(truediv, raws[1:], transfers[1:])) if raws else None,
-    )
+    return transfers[1:], raws[1:]
 
 
 def _timed(action: Callable[[], None]) -> float:

@@ -4,6 +4,8 @@ Owns its configuration and the list of what NIXL may raise. Must never know a pe
 """
 
 import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import nixl._bindings as nixl_bindings
@@ -12,6 +14,8 @@ from nixl._api import nixl_agent, nixl_agent_config
 from kv_transfer.transport import PoolMemory
 
 PROGRESS_DELAY_US = 100
+
+_RDMA_DEVICES = Path("/sys/class/infiniband")
 
 NIXL_ERRORS: tuple[type[Exception], ...] = (
     nixl_bindings.nixlBackendError,
@@ -28,9 +32,18 @@ NIXL_ERRORS: tuple[type[Exception], ...] = (
 )
 
 
-def default_ucx_options() -> dict[str, str]:
-    """UCX settings that keep the teardown guarantee; a UCX_TLS in the environment has the last word."""
-    return {} if "UCX_TLS" in os.environ else {"engine_config": "TLS=^cma"}
+def default_ucx_options(
+    environment: Mapping[str, str] = os.environ, *, rdma_devices: Path = _RDMA_DEVICES
+) -> dict[str, str]:
+    """UCX settings that keep the teardown guarantee, and keep a write together where only sockets carry it:
+    UCX would split each page over the connections of all network interfaces and wait for the slower one.
+    UCX_TLS and UCX_MAX_RMA_RAILS in the environment have the last word.
+    """
+    settings = {"TLS": "^cma"}
+    if not (rdma_devices.is_dir() and any(rdma_devices.iterdir())):
+        settings["MAX_RMA_RAILS"] = "1"
+    chosen = [f"{key}={value}" for key, value in settings.items() if f"UCX_{key}" not in environment]
+    return {"engine_config": ",".join(chosen)} if chosen else {}
 
 
 def make_agent(name: str, memory: PoolMemory, ucx_options: dict[str, str]) -> tuple[Any, Any]:

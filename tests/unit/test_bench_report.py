@@ -138,8 +138,15 @@ def test_the_table_shows_each_part_that_was_measured_and_no_other() -> None:
     assert "Engine, drafting: none" in text
     assert "ttft_pair_over_colocated" in text
     assert "Router" not in text
-    speed = {"gb_per_s": 2.0, "raw_gb_per_s": None, "transfer_over_raw": None}
-    assert "grpc     64  2.00" in table.text({"transfer": {"grpc": {"64": speed}}})
+    speed = {
+        "gb_per_s": 2.0,
+        "raw_gb_per_s": 4.0,
+        "transfer_over_raw": 0.5,
+        "transfer_over_raw_range": (0.4, 0.75),
+    }
+    shown = table.text({"transfer": {"grpc": {"64": speed, "256": dict.fromkeys(speed) | {"gb_per_s": 3.0}}}})
+    assert "grpc     64  2.00                  4.00   0.50  0.40 to 0.75" in shown
+    assert "grpc    256  3.00                     -      -             -" in shown
 
 
 def test_columns_line_up() -> None:
