@@ -20,7 +20,7 @@ from wire.core_counts import CoreCounts
 from wire.desk import Cancelled, Desk, PeerLost, PeerReady
 from wire.host_events import HostEvent, NodeStatus, Output, PeerMessage
 from wire.intake import Intake, tid_of
-from wire.reports import Account, Reports
+from wire.reports import Account, Reports, undrawn_code
 from wire.work import Failed, Preempted
 
 _POLL_S = 0.002  # polling takes cores that the prefill node beside us may be computing with
@@ -135,7 +135,7 @@ class DecodeLoop:
     def _report(self, progress: Progress, now: float) -> None:
         request, tid = progress.request, tid_of(progress.request)
         if progress.error:
-            code = errors.NO_TOKEN if progress.is_all_forbidden else errors.BAD_LOGITS
+            code = undrawn_code(progress)
             self._end(Failed(tid=tid, code=code, retryable=False, reason=progress.error))
             return
         self._reports.advanced(progress)

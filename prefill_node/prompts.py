@@ -7,7 +7,6 @@ comes of it. Must never know when a prompt is computed, nor a socket, a thread o
 from typing import assert_never
 
 from engine.request import Request
-from kv_transfer import errors
 from kv_transfer.actions import (
     CancelWrite,
     ClosePeer,
@@ -32,7 +31,7 @@ from wire.arrivals import Arrival
 from wire.core_counts import CoreCounts, faults_of
 from wire.desk import Desk, PeerLost, PeerReady
 from wire.intake import INVALID, tid_of
-from wire.reports import Account, Reports
+from wire.reports import Account, Reports, undrawn_code
 
 
 class OutgoingPrompts:
@@ -146,8 +145,8 @@ class OutgoingPrompts:
 
     def fail(self, progress: Progress, *, now: float) -> None:
         """No token could be drawn."""
-        code = errors.NO_TOKEN if progress.is_all_forbidden else errors.BAD_LOGITS
-        self._do(self._transfers.fail(tid_of(progress.request), code=code, reason=progress.error, now=now))
+        tid, code = tid_of(progress.request), undrawn_code(progress)
+        self._do(self._transfers.fail(tid, code=code, reason=progress.error, now=now))
 
     # what is left to say
 

@@ -25,6 +25,7 @@
 Raised here and by the front ends; turned into status codes only by the front ends.
 """
 
+import math
 from typing import ClassVar, Final
 
 _MAX_MESSAGE_BYTES: Final = 1000
@@ -52,6 +53,11 @@ class RouterError(Exception):
         self.param = param
         self.code = code if code is not None else self.default_code
         self.retry_after_s = retry_after_s
+
+    @property
+    def retry_after(self) -> int | None:
+        """Whole seconds, at least one, as clients are told them; None: they are told none."""
+        return None if self.retry_after_s is None else max(1, math.ceil(self.retry_after_s))
 
 
 def _cut(message: str) -> str:

@@ -3,7 +3,6 @@
 Owns status codes and details. Must never know requests.
 """
 
-import math
 from typing import Any, Never
 
 import grpc
@@ -27,8 +26,8 @@ async def abort(context: Any, error: RouterError) -> Never:
     metadata: list[tuple[str, str | bytes]] = [("paceline-code", error.code)]
     if error.param is not None and error.param.isascii():
         metadata.append(("paceline-param", error.param))
-    if error.retry_after_s is not None:
-        metadata.append(("retry-after", str(_seconds(error.retry_after_s))))
+    if error.retry_after is not None:
+        metadata.append(("retry-after", str(error.retry_after)))
     details = status_pb2.Status(code=status.value[0], message=error.message)
     for detail in _details(error):
         packed = AnyMessage()
@@ -45,11 +44,7 @@ def _details(error: RouterError) -> list[Message]:
     if error.param is not None:
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.param, description=error.message)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
-    if error.retry_after_s is not None:
-        delay = Duration(seconds=_seconds(error.retry_after_s))
+    if error.retry_after is not None:
+        delay = Duration(seconds=error.retry_after)
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     return details
-
-
-def _seconds(delay_s: float) -> int:
-    return max(1, math.ceil(delay_s))

@@ -4,7 +4,6 @@ Owns status codes, headers and disconnects. Must never know what a request means
 """
 
 import asyncio
-import math
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Never, TypeVar
 
@@ -55,8 +54,8 @@ def error_response(error: RouterError) -> Response:
     headers = {"x-paceline-reason": error.code}
     if isinstance(error, BodyTooSlow):
         headers["connection"] = "close"  # the rest of the body is no next request
-    if error.retry_after_s is not None:
-        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    if error.retry_after is not None:
+        headers["retry-after"] = str(error.retry_after)
     return JsonResponse(error_body(error), status_code=error.http_status, headers=headers)
 
 

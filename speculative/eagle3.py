@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from engine.batch import Span
 from engine.linear import Linear
-from engine.models.config import ModelConfig
+from engine.models.config import ModelConfig, positive
 from engine.models.model import Model
 from engine.pool import PagePool
 from speculative.drafts import names
@@ -26,7 +26,6 @@ from speculative.drafts.config import (
     flag,
     is_speculators,
     layer_config,
-    size_or,
 )
 from speculative.drafts.folder import TensorReader, open_draft
 from speculative.drafts.head import DraftHead, read_embedding, read_target_ids
@@ -84,7 +83,7 @@ def head_facts(config: Mapping[str, Any]) -> HeadFacts:
     facts = HeadFacts(
         layers=layers,
         layer_ids=eagle3_layer_ids(config),
-        target_hidden_size=size_or(config, "target_hidden_size", layers.hidden_size),
+        target_hidden_size=positive(config, "target_hidden_size", layers.hidden_size),
         vocab_size=config.get("draft_vocab_size"),
         norm_before_residual=flag(config, "norm_before_residual"),
         norm_output=norm_output,

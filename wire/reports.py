@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.request import Request
+from kv_transfer import errors
 from kv_transfer.actions import Fail, Refuse
 from kv_transfer.geometry import Agreement
 from kv_transfer.ids import Incarnation, TransferId
@@ -46,6 +47,11 @@ class Account:
     def seedless(self) -> str:
         """What of the drafts differs, where the prompt comes without ours."""
         return str(self.terms.draft_differs) if self.terms is not None and self.terms.is_seedless else ""
+
+
+def undrawn_code(progress: Progress) -> str:
+    """Why a request fails for which no token could be drawn."""
+    return errors.NO_TOKEN if progress.is_all_forbidden else errors.BAD_LOGITS
 
 
 class Reports:

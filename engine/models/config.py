@@ -63,9 +63,9 @@ def model_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None
     """Read `config.json`, and `generation_config.json` where there is one (its eos ids win)."""
     family = _family(config)
     _refuse_what_is_not_implemented(config)
-    num_heads = _positive(config, "num_attention_heads")
-    hidden_size = _positive(config, "hidden_size")
-    num_kv_heads = _positive(config, "num_key_value_heads", num_heads)
+    num_heads = positive(config, "num_attention_heads")
+    hidden_size = positive(config, "hidden_size")
+    num_kv_heads = positive(config, "num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise UnsupportedModel(f"num_key_value_heads must divide {num_heads}, got {num_kv_heads}")
     rope = _rope(config)
@@ -73,12 +73,12 @@ def model_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None
     return ModelConfig(
         architecture=family,
         hidden_size=hidden_size,
-        num_layers=_positive(config, "num_hidden_layers"),
+        num_layers=positive(config, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=_positive(config, "head_dim", 128 if family == "qwen3" else hidden_size // num_heads),
-        intermediate_size=_positive(config, "intermediate_size"),
-        vocab_size=_positive(config, "vocab_size"),
+        head_dim=positive(config, "head_dim", 128 if family == "qwen3" else hidden_size // num_heads),
+        intermediate_size=positive(config, "intermediate_size"),
+        vocab_size=positive(config, "vocab_size"),
         rms_norm_eps=_number(config, "rms_norm_eps", 1e-6),
         rope=rope,
         windows=_windows(config, family),
@@ -106,7 +106,8 @@ def _refuse_what_is_not_implemented(config: Mapping[str, Any]) -> None:
             raise UnsupportedModel(f"{field} must be {allowed[0]!r}, got {config[field]!r}")
 
 
-def _positive(config: Mapping[str, Any], field: str, default: int | None = None) -> int:
+def positive(config: Mapping[str, Any], field: str, default: int | None = None) -> int:
+    """A width or count, which may be left out where there is a default. Raises UnsupportedModel."""
     value = config.get(field)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -141,25 +142,25 @@ def _rope(config: Mapping[str, Any]) -> RopeConfig:
         raise UnsupportedModel(f"rope type must be default, linear or llama3, got {kind!r}")
     if partial not in (None, 1.0):
         raise UnsupportedModel(f"partial_rotary_factor must be 1.0, got {partial!r}")
-    max_len = _positive(config, "max_position_embeddings")
+    max_len = positive(config, "max_position_embeddings")
     return RopeConfig(
         theta=_number(fields, "rope_theta", _number(config, "rope_theta", 10000.0)),
         kind=kind,
         factor=_number(fields, "factor", 1.0),
         low_freq_factor=_number(fields, "low_freq_factor", 1.0),
         high_freq_factor=_number(fields, "high_freq_factor", 4.0),
-        original_max_len=_positive(fields, "original_max_position_embeddings", max_len),
+        original_max_len=positive(fields, "original_max_position_embeddings", max_len),
     )
 
 
 def _max_model_len(config: Mapping[str, Any], rope: RopeConfig) -> int:
     """Linear scaling stretches the trained length; llama3 checkpoints state the stretched one."""
-    trained = _positive(config, "max_position_embeddings")
+    trained = positive(config, "max_position_embeddings")
     return int(trained * rope.factor) if rope.kind == "linear" else trained
 
 
 def _windows(config: Mapping[str, Any], family: str) -> tuple[int | None, ...]:
-    num_layers = _positive(config, "num_hidden_layers")
+    num_layers = positive(config, "num_hidden_layers")
     window = config.get("sliding_window")
     if family == "llama" or window is None:
         return (None,) * num_layers

@@ -19,10 +19,16 @@ def decode_json(text: bytes | str) -> Any:
         value = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:
         raise NoJson(str(error)) from error
-    data = text.encode() if isinstance(text, str) else text
-    if data.count(b"[") + data.count(b"{") > MAX_DEPTH and _is_deeper(value):
+    if _num_opened(text) > MAX_DEPTH and _is_deeper(value):
         raise NoJson(f"nested deeper than {MAX_DEPTH} levels")
     return value
+
+
+def _num_opened(text: bytes | str) -> int:
+    """No value is nested deeper than that."""
+    if isinstance(text, str):
+        return text.count("[") + text.count("{")
+    return text.count(b"[") + text.count(b"{")
 
 
 def _is_deeper(value: Any) -> bool:

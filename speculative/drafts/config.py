@@ -72,16 +72,6 @@ def hidden_states(field: str, ids: object, *, offset: int = 0) -> tuple[int, ...
     return tuple(whole)
 
 
-def size_or(config: Mapping[str, Any], field: str, default: int) -> int:
-    """A width that a config may leave out."""
-    value = config.get(field)
-    if value is None:
-        return default
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{field} must be a positive integer, got {value!r}")
-    return value
-
-
 def default_layer_ids(num_layers: int) -> tuple[int, ...]:
     """What EAGLE-3 heads tap unless they say otherwise."""
     return (2, num_layers // 2, num_layers - 3)

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.models.config import ModelConfig, section
-from speculative.drafts.config import hidden_states, is_speculators, layer_config, size_or
+from engine.models.config import ModelConfig, positive, section
+from speculative.drafts.config import hidden_states, is_speculators, layer_config
 
 _NESTED = "dflash_config"
 # Parts of later block drafters that would be left out of the forward; a field may hold one of these only.
@@ -68,7 +68,7 @@ def dflash_facts(config: Mapping[str, Any]) -> DflashFacts:
         mask_token_id=_whole(config, "mask_token_id", least=0),
         layer_ids=_layer_ids(config, layers.num_layers),
         num_target_layers=_field(config, "num_target_layers"),
-        target_hidden_size=size_or(config, "target_hidden_size", layers.hidden_size),
+        target_hidden_size=positive(config, "target_hidden_size", layers.hidden_size),
         vocab_size=config.get("draft_vocab_size"),
     )
 
