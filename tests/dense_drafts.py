@@ -5,6 +5,7 @@ Must share nothing with the product's networks. Each drafts a chain below the la
 Shapes: `T` rows (row p pairs the hidden at p with the token after it), `E` hidden width, `V` vocabulary.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -88,16 +89,18 @@ def rotated(x_THD: torch.Tensor) -> torch.Tensor:
     )
 
 
-class RecurrentReference:
+class RecurrentReference(ABC):
     """A network that reads its own hidden of the row before."""
 
+    @abstractmethod
     def fused(self, target: Target) -> torch.Tensor:
-        raise NotImplementedError
+        """What it reads of the target's rows."""
 
+    @abstractmethod
     def run(
         self, target: Target, hidden_TE: torch.Tensor, ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        raise NotImplementedError
+        """Its own hidden and its logits of every row."""
 
     def ids_of(self, draft_id: int) -> int:
         return draft_id
